@@ -7,13 +7,13 @@ large ones one is in work at a time, few wait, and their memory goes back to the
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from services.errors import ResourceExhausted
+from services.freed_memory import return_freed_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,11 +53,4 @@ async def on_text_thread(size: int, work: Callable[P, T], *args: P.args, **kwarg
         return await loop.run_in_executor(_large, partial(work, *args, **kwargs))
     finally:
         _large_waiting -= 1
-        loop.run_in_executor(_large, _return_memory)
-
-
-def _return_memory() -> None:
-    """Give freed memory back to the system; glibc keeps it in the arena of each thread, other libraries do not."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+        loop.run_in_executor(_large, return_freed_memory)

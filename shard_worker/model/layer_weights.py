@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from typing import TypeVar
 
 import torch
 
 from services.model.config import Activation, AttentionShape, ClampedSwiGlu, LayerKind, ModelConfig, SigmoidRouting
 from shard_worker.weights.weight import DenseWeight, Weight
 
+T = TypeVar("T")
+
+
+class LoadedWhenAsked(Mapping[str, T]):
+    """Tensors that are loaded whenever they are asked for. names: theirs. load: loads the one of a name."""
+
+    def __init__(self, names: Collection[str], load: Callable[[str], T]) -> None:
+        self._names, self._load = frozenset(names), load
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
     """A layer's tensors on their device, by the names of `services.model.layers.layer_shapes`.
 
-    matrices: those that rows are multiplied by. vectors: all others, the convolution's taps included.
+    matrices: those that rows are multiplied by. vectors: all others, the convolution's taps included. Each is asked for
+    once, and may be loaded then, so that what is made of one is there before the next.
     """
 
     matrices: Mapping[str, Weight]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
 from services.errors import InvalidArgument
+from services.freed_memory import return_freed_memory
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
@@ -26,7 +31,7 @@ from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
-from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
+from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, LoadedWhenAsked, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.per_layer import PerLayerInputs
 from shard_worker.model.rows import PLAIN, RowOperations
@@ -43,6 +48,11 @@ from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
 Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
+
+T = TypeVar("T")
+
+_RETURNED_EVERY = 1 << 28
+"""Each time so many bytes of the checkpoint are loaded, memory that was freed on the way goes back to the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,65 +175,55 @@ class StageLoader:
                 check_float8(device, kernels=can_run(device, head_sizes(self.config)))
         for device, needed in self._bytes_of(devices, held).items():
             check_room(device, needed, f"the weights of layers {self._layers}")
-        loaded = resident = 0
+        reader = _Reader(self._checkpoint, self._dtype_of, self.total_bytes, on_progress)
 
-        def count(name: str, nbytes: int) -> None:
-            nonlocal loaded, resident
-            resident += nbytes
-            loaded += self._checkpoint.size_bytes(name)
-            on_progress(loaded, self.total_bytes)
-
-        def load_vector(name: str, device: torch.device) -> torch.Tensor:
-            tensor = self._checkpoint.place(name, device, self._dtype_of(name))
-            count(name, tensor.nbytes)
-            return tensor
-
-        def load_matrix(name: str, device: torch.device) -> Weight:
-            weight = self._checkpoint.weight(name, device, self._dtype_of(name))
-            count(name, weight.nbytes)
-            return weight
-
-        def load_tensor(name: str, device: torch.device) -> Weight | torch.Tensor:
-            return (load_matrix if len(self._checkpoint.shape(name)) == 2 else load_vector)(name, device)
-
-        layer_bytes: list[int] = []
-
-        def load_layer(layer: int, device: torch.device) -> DecoderWeights:
-            nonlocal loaded, resident
-            before = resident
+        def load_layer(device: torch.device, layer: int) -> tuple[DecoderWeights, int]:
             names = self._layer_names[layer]
-            weights, size = held.layers.get((layer, device), (None, 0))
-            if weights is not None:
-                resident += size
-                loaded += sum(self._checkpoint.size_bytes(name) for name in names.values())
-                on_progress(loaded, self.total_bytes)
-            else:
-                named = {short: load_tensor(name, device) for short, name in names.items()}
-                weights = decoder.pack(self.config, layer, LayerTensors.of(named))
-            layer_bytes.append(resident - before)
-            return weights
+            if (layer, device) in held.layers:
+                weights, size = held.layers[layer, device]
+                reader.count(size, *names.values())
+                return weights, size
+            sizes: list[int] = []
 
-        segments = tuple(
-            replace(self._load_segment(layers, device, capture, load_layer), pool=(pools or {}).get(device, PagePool()))
-            for layers, device in _spread(self._layers, devices, self.config.last_cut)
-        )
+            def matrix(short: str) -> Weight:
+                weight = reader.matrix(names[short], device)
+                sizes.append(weight.nbytes)
+                return weight
+
+            def vector(short: str) -> torch.Tensor:
+                tensor = reader.vector(names[short], device)
+                sizes.append(tensor.nbytes)
+                return tensor
+
+            matrices = {short for short, name in names.items() if len(self._checkpoint.shape(name)) == 2}
+            tensors = LayerTensors(LoadedWhenAsked(matrices, matrix), LoadedWhenAsked(names.keys() - matrices, vector))
+            return decoder.pack(self.config, layer, tensors), sum(sizes)
+
+        segments: tuple[Segment, ...] = ()
+        layer_bytes: list[int] = []
+        for layers, device in _spread(self._layers, devices, self.config.last_cut):
+            loaded = _each_layer(layers, device, functools.partial(load_layer, device.torch_device))
+            layer_bytes += [size for _, size in loaded]
+            pool = (pools or {}).get(device, PagePool())
+            segment = self._segment(layers, device, capture, tuple(weights for weights, _ in loaded))
+            segments += (replace(segment, pool=pool),)
         embedding: RowLookup | None = None
         loaded_embedding = head = None
         if self.is_first and held.embedding is not None and _is_on(held.embedding, devices[0]):
             embedding = held.embedding
-            resident += embedding.nbytes
+            reader.resident += embedding.nbytes
         elif self.is_first:
-            loaded_embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
+            loaded_embedding = reader.matrix(self._tensors.embedding, devices[0].torch_device)
             embedding = self._embedding(loaded_embedding)
         if self.is_last and held.head is not None and _is_on(held.head.weight, devices[-1]):
             head = held.head
-            resident += head.norm.nbytes + head.weight.nbytes
+            reader.resident += head.norm.nbytes + head.weight.nbytes
         elif self.is_last:
             last = devices[-1].torch_device
             shared = loaded_embedding is not None and self.config.tied_head and loaded_embedding.device == last
-            matrix = loaded_embedding if shared else load_matrix(self._tensors.head, last)
+            matrix = loaded_embedding if shared else reader.matrix(self._tensors.head, last)
             assert matrix is not None
-            norm = norm_factor(self.config, load_vector(self._tensors.norm, last))
+            norm = norm_factor(self.config, reader.vector(self._tensors.norm, last))
             synthetic = read_synthetic_acceptance(self._checkpoint.config, self.config.vocab_size, last)
             head = Head(norm, matrix.prepared(), self.config.norm_eps, synthetic, self.config.logit_cap)
             if shared and head.weight is not matrix:
@@ -246,7 +246,7 @@ class StageLoader:
             embedding=embedding,
             head=head,
             dtype=self.dtype,
-            weight_bytes=resident,
+            weight_bytes=reader.resident,
             layer_bytes=tuple(layer_bytes),
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
@@ -283,18 +283,18 @@ class StageLoader:
         """Return the element type that a tensor is loaded in, or takes activations of where it is packed."""
         return dtype_from_name(loaded_dtype(name, self._checkpoint.headers[name], dtype_to_name(self.dtype)))
 
-    def _load_segment(
+    def _segment(
         self,
         layers: LayerRange,
         device: Device,
         capture: CaptureRequest | None,
-        load_layer: Callable[[int, torch.device], DecoderWeights],
+        weights: tuple[DecoderWeights, ...],
     ) -> Segment:
         return Segment(
             config=self.config,
             layers=layers,
             device=device,
-            weights=tuple(load_layer(layer, device.torch_device) for layer in range(layers.first, layers.last)),
+            weights=weights,
             rotations=Rotation.of_all(self.config.ropes, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
@@ -343,6 +343,62 @@ class StageLoader:
             if not (self.is_first and self.config.tied_head):
                 names.append(self._tensors.head)
         return names
+
+
+class _Reader:
+    """Loads tensors of a checkpoint and counts them, on any number of threads.
+
+    resident: bytes that all of them take in memory.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype_of: Callable[[str], torch.dtype], total_bytes: int, on_progress: Progress
+    ) -> None:
+        """dtype_of: returns what a tensor is loaded in. total_bytes: of all that will be read."""
+        self._checkpoint, self._dtype_of = checkpoint, dtype_of
+        self._total_bytes, self._on_progress = total_bytes, on_progress
+        self._lock, self._loaded, self.resident = threading.Lock(), 0, 0
+
+    def vector(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return a tensor that is no matrix."""
+        tensor = self._checkpoint.place(name, device, self._dtype_of(name))
+        self.count(tensor.nbytes, name)
+        return tensor
+
+    def matrix(self, name: str, device: torch.device) -> Weight:
+        """Return a matrix, dense or packed."""
+        weight = self._checkpoint.weight(name, device, self._dtype_of(name))
+        self.count(weight.nbytes, name)
+        return weight
+
+    def count(self, nbytes: int, *names: str) -> None:
+        """Count tensors that are loaded. nbytes: what they take in memory."""
+        with self._lock:
+            self.resident += nbytes
+            before = self._loaded
+            self._loaded += sum(self._checkpoint.size_bytes(name) for name in names)
+            self._on_progress(self._loaded, self._total_bytes)
+            is_time = self._loaded // _RETURNED_EVERY > before // _RETURNED_EVERY
+        if is_time:
+            return_freed_memory()
+
+
+def _each_layer(layers: LayerRange, device: Device, load: Callable[[int], T]) -> list[T]:
+    """Return what is loaded for each layer, in order.
+
+    On a CPU as many layers are loaded at a time as it has threads, each by one: bringing many small matrices to another
+    form, one after the other, keeps several threads waiting for each other.
+    """
+    numbers, threads = range(layers.first, layers.last), torch.get_num_threads()
+    if device.torch_device.type != "cpu" or threads == 1:
+        return [load(layer) for layer in numbers]
+    pool = ThreadPoolExecutor(threads, "loading", torch.set_num_threads, (1,))
+    try:
+        return list(pool.map(load, numbers))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        # Torch keeps the last number that any thread was given for threads to come.
+        torch.set_num_threads(threads)
 
 
 def row_operations(device: Device, config: ModelConfig) -> RowOperations:
