@@ -233,7 +233,7 @@ class StageLoader:
                 embedding = self._embedding(looked_up)
         if self._per_layer_names:
             segments = tuple(replace(one, per_layer=self._per_layer(one, embedding)) for one in segments)
-            resident += sum(one.per_layer.projection.nbytes for one in segments if one.per_layer is not None)
+            reader.resident += sum(one.per_layer.projection.nbytes for one in segments if one.per_layer is not None)
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
             for segment in segments

@@ -25,6 +25,13 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
     shape, matrices, vectors = sizes(config), tensors.matrices, tensors.vectors
     router = matrices[f"{shape.router}.weight"]
 
+    gate_ups, downs = _InOneTensor(shape.count), _InOneTensor(shape.count)
+
+    def routed(number: int) -> MlpWeights:
+        # Most experts wait: only those that rows are sent to are unpacked, for the product.
+        own = expert(f"{shape.prefix}{number}.", unpacked=False)
+        return replace(own, gate_up=gate_ups.add(own.gate_up), down=downs.add(own.down))
+
     def expert(start: str, *, unpacked: bool) -> MlpWeights:
         gate, up, down = (matrices[f"{start}{part}_proj.weight"] for part in ("gate", "up", "down"))
         of_gate, of_up, of_down = (vectors.get(f"{start}{part}_proj.bias") for part in ("gate", "up", "down"))
@@ -35,8 +42,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
     has_shared = shape.shared_size is not None
     weights = ExpertsWeights(
         router=router.prepared(),
-        # Most experts wait: only those that rows are sent to are unpacked, for the product.
-        experts=tuple(expert(f"{shape.prefix}{number}.", unpacked=False) for number in range(shape.count)),
+        experts=tuple(map(routed, range(shape.count))),
         chosen=shape.chosen,
         normalised=shape.normalised,
         shared=expert(f"{shape.shared}.", unpacked=True) if has_shared else None,
@@ -45,31 +51,33 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
         sigmoid=shape.sigmoid,
         choice_bias=None if shape.sigmoid is None else vectors[shape.sigmoid.bias].float(),
     )
-    return weights if shape.sigmoid is not None else _together(weights, router, shape.clamped)
+    if shape.sigmoid is not None:
+        return weights
+    return replace(weights, together=_together(weights, router, gate_ups.whole, downs.whole, shape.clamped))
 
 
-def _together(weights: ExpertsWeights, router: Weight, clamped: ClampedSwiGlu | None) -> ExpertsWeights:
-    """Return the weights with the matrices of all experts in one tensor each, where all are dense ones as they are
-    multiplied by. router: as it was loaded. clamped: as of `ExpertsTogether`."""
-    gate_up = _stacked([one.gate_up for one in weights.experts])
-    down = _stacked([one.down for one in weights.experts])
+def _together(
+    weights: ExpertsWeights,
+    router: Weight,
+    gate_up: Weight | None,
+    down: Weight | None,
+    clamped: ClampedSwiGlu | None,
+) -> ExpertsTogether | None:
+    """Return the matrices of all experts in one tensor each, where all are dense ones as they are multiplied by.
+
+    router: as it was loaded. gate_up, down: None where some are not dense. clamped: as of `ExpertsTogether`.
+    """
     gate = weights.shared_gate
     if gate_up is None or down is None or not isinstance(router, DenseWeight):
-        return weights
+        return None
     if gate is not None and not isinstance(gate, DenseWeight):
-        return weights
+        return None
     scores = router.tensor if gate is None else torch.cat([router.tensor, gate.tensor.float()])
-    experts = tuple(
-        replace(expert, gate_up=DenseWeight(one), down=DenseWeight(other))
-        for expert, one, other in zip(
-            weights.experts,
-            gate_up.tensor.chunk(len(weights.experts)),
-            down.tensor.chunk(len(weights.experts)),
-            strict=True,
-        )
+    biases = (
+        _joined([expert.gate_up_bias for expert in weights.experts]),
+        _joined([expert.down_bias for expert in weights.experts]),
     )
-    biases = (_joined([expert.gate_up_bias for expert in experts]), _joined([expert.down_bias for expert in experts]))
-    return replace(weights, experts=experts, together=ExpertsTogether(scores, gate_up, down, *biases, clamped))
+    return ExpertsTogether(scores, gate_up, down, *biases, clamped)
 
 
 def _joined(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -78,9 +86,29 @@ def _joined(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(given) if given else None
 
 
-def _stacked(parts: Sequence[Weight]) -> Weight | None:
-    """Return one matrix of all the parts' rows; None where they are not all dense."""
-    return concatenate(parts) if all(isinstance(part, DenseWeight) for part in parts) else None
+class _InOneTensor:
+    """Matrices of one shape that come one after the other, dense ones as rows of one tensor: so they are in memory
+    once."""
+
+    def __init__(self, count: int) -> None:
+        """count: how many will come."""
+        self._count, self._added = count, 0
+        self._tensor: torch.Tensor | None = None
+
+    def add(self, weight: Weight) -> Weight:
+        """Return the next one, which is this one where it is not dense."""
+        if not isinstance(weight, DenseWeight):
+            return weight
+        if self._tensor is None:
+            self._tensor = weight.tensor.new_empty(self._count * weight.rows, weight.columns)
+        own = self._tensor[self._added * weight.rows :][: weight.rows].copy_(weight.tensor)
+        self._added += 1
+        return DenseWeight(own)
+
+    @property
+    def whole(self) -> Weight | None:
+        """All of them as one matrix; None where some are not dense."""
+        return DenseWeight(self._tensor) if self._tensor is not None and self._added == self._count else None
 
 
 def run(

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from services.errors import FlashsplitError, InvalidArgument, Unimplemented
+from services.errors import DataLoss, FlashsplitError, InvalidArgument, Unimplemented
 from services.layers import LayerRange
 from shard_worker.device.devices import parse_devices
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import storage, target
 from tests.shard_worker.model.layers.family_runner import TOLERANCE
+from tests.shard_worker.packed import Packed
 from tests.shard_worker.tiny import AS_GPU, Run, Tiny, ids, load_stage, unsplit
 
 Tensors = dict[str, torch.Tensor]
@@ -76,6 +77,30 @@ def test_layers_that_share_keys_are_not_cut_apart(tiny: Tiny) -> None:
         InvalidArgument, match="4 layers, of which those from 2 on share keys and values, cannot be spr"
     ):
         load_stage(path, (2, 6), devices=[AS_GPU, AS_GPU])
+
+
+def test_several_threads_load_what_one_does(
+    tiny: Tiny, packed: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers in order, progress that grows, the error of the layer that has one; and torch has its threads back."""
+    path, threads, seen = tiny.path("qwen3_moe"), torch.get_num_threads(), list[int]()
+    expected = unsplit(path)(ids(12))
+    damaged = Path(shutil.copytree(packed("fp8")[0], tmp_path / "damaged"))
+    scales = "model.layers.2.mlp.down_proj.weight_scale_inv"
+    storage.edit_tensors(damaged, lambda tensors: tensors[scales].fill_(torch.nan))
+    monkeypatch.setattr("shard_worker.stage.loader._RETURNED_EVERY", 1 << 14)
+    torch.set_num_threads(3)
+    try:
+        loader = StageLoader(open_checkpoint(path), LayerRange(0, 4), None)
+        stage = loader.load(parse_devices("cpu"), None, lambda loaded, _: seen.append(loaded))
+        assert seen[-1] == loader.total_bytes
+        with pytest.raises(DataLoss, match=r"layers.2.mlp.down_proj.weight_scale_inv in .* holds NaN"):
+            load_stage(damaged, (0, 4))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == sorted(seen)
+    torch.testing.assert_close(Run([stage])(ids(12)), expected)
 
 
 def test_a_damaged_layer_of_another_stage_does_not_matter(copied: Callable[[str], Path]) -> None:
