@@ -108,7 +108,9 @@ def attend_with_sinks(
     """
     rows, heads, head_dim = queries.shape
     kv_heads, span, _ = keys.shape
-    step, mixed = 1 if alone else max(1, _SCORES // (heads * span)), []
+    # Rows of one window see no more than two windows together.
+    most, reach = (rows, span) if window is None else (window, min(span, 2 * window))
+    step, mixed = 1 if alone else max(1, min(most, _SCORES // (heads * reach))), []
     for first in range(0, rows, step):
         own = queries[first : first + step]
         base, end = span - rows + first, span - rows + first + len(own)
