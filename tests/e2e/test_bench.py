@@ -212,9 +212,10 @@ def test_faults_lose_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_faults_in_every_phase() -> None:
     """With a draft, beside the last stage and apart, and a worker that stands by."""
-    asked = ("--kills", 24, "--stops", 0, "--workers", "1,2", "--requests", 3, "--standby", "cpu")
+    asked = ("--kills", 12, "--stops", 0, "--workers", 2, "--requests", 2, "--standby", "cpu")
     found = json.loads(bench(*FAULTS, *PAIR, *asked, timeout=600))
     assert {row["phase"] for row in found["rows"]} == {"loading", "prefill", "decode", "verify", "save", "restore"}
     assert sum(row["resumed"] for row in found["rows"]) > 0
