@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from services.telemetry.logs import configure_logs
 from tests import forking
+
+# Tests must not depend on how fast, or how busy, the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:

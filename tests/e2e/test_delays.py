@@ -78,7 +78,7 @@ async def test_links_with_delay(pairs: dict[str, Pair], start_worker: Callable[.
             assert answers[0].stats.draft_tokens, name
 
 
-@settings(max_examples=10, deadline=None, database=None, derandomize=True)
+@settings(max_examples=10, database=None, derandomize=True)
 @given(
     model=st.sampled_from(["qwen3", "qwen3_5"]),
     cuts=st.sampled_from([(), (1,), (1, 3)]),

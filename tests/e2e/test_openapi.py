@@ -74,7 +74,6 @@ def check(operation: Any, mode: GenerationMode, examples: int) -> None:
 
     @settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -210,7 +210,7 @@ class Schedule:
         return exhausted
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 32), windowed=st.booleans(), pages=st.integers(20, 90))
 def test_nobody_sees_what_another_one_writes_and_every_page_comes_back(seed: int, windowed: bool, pages: int) -> None:
     """Over random schedules everything reads as from plain copies, and at the end all memory is there in one piece."""

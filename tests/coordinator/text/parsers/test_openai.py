@@ -139,7 +139,7 @@ def test_messages_in_any_order() -> None:
         assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == calls
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=strategies.integers(0, 2**32))
 def test_an_answer_that_its_length_ends_anywhere_shows_no_markup(seed: int) -> None:
     """Of each text and call there is the beginning, and nothing of a marker or header."""

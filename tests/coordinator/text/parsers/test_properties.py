@@ -217,7 +217,7 @@ def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FORMATS]
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=strategies.integers(0, 2**32))
 def test_a_turn_that_is_cut_anywhere_never_shows_markup(name: str, seed: int) -> None:
     """Wherever the length ends a turn, its text and calls so far are there, and nothing of a tag is text.

@@ -94,7 +94,7 @@ VALUES = strategies.recursive(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(VALUES)
 def test_what_python_and_json_write_is_read(value: object) -> None:
     """Whole numbers, fractions, words, text and what is made of them, as either of the two writes it."""
