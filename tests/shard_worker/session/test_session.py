@@ -30,7 +30,7 @@ CUTS = {
     "llama": [(1,)],
 }
 SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
-GEMMA = [("gemma3", (2,)), ("gemma4-experts", (2,)), ("gemma4-sharing", (2,))]
+GEMMA = [("gemma3", (2,)), ("gemma4-sharing", (2,))]
 SPECULATED = [
     *((*split, transport) for split in (*SPLITS, *GEMMA, ("qwen3_moe", (2,))) for transport in (SUM, SLICES)),
     ("gpt_oss", (1, 2, 3), SUM),

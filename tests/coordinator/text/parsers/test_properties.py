@@ -116,7 +116,7 @@ TEMPLATES = {
 {%- endfor %}""",
 }
 FORMATS = sorted(TEMPLATES)
-SLOW = ("glm45", "llama3_json", "pythonic")
+SLOW = ("gemma4", "glm45", "llama3_json", "pythonic")
 WORDS = [
     "a",
     " ",
