@@ -21,13 +21,14 @@ class DraftSize:
     """A draft. All in bytes.
 
     weight_bytes: as packed as it is stored. cpu_bytes: on a CPU, which unpacks some packed matrices, and holds those of
-    keys and values twice. item_bytes: of one of its elements. capture_bytes: the columns of `fc` for one captured
-    block, which each stage keeps for the blocks that it captures.
+    keys and values twice. packed: whether any matrix is packed. item_bytes: of one of its elements. capture_bytes: the
+    columns of `fc` for one captured block, which each stage keeps for the blocks that it captures.
     """
 
     config: DraftConfig
     weight_bytes: int
     cpu_bytes: int
+    packed: bool
     item_bytes: int
     capture_bytes: int
 
@@ -92,6 +93,7 @@ def read_draft_size(
         config=config,
         weight_bytes=weight_bytes,
         cpu_bytes=cpu_bytes,
+        packed=any(headers[stored].packed is not None for stored in names.values()),
         item_bytes=ITEM_BYTES[chosen],
         capture_bytes=config.hidden_size * config.hidden_size * ITEM_BYTES[target.dtype],
     )

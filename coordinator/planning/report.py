@@ -11,6 +11,7 @@ from coordinator.planning.edges import Edge, feature_bytes, plan_edges
 from coordinator.planning.memory import Models, Share, cache_bytes, device_names, plan_shares
 from coordinator.planning.planner import CONTEXT, SessionLoad
 from coordinator.planning.step_time import Prediction, WorkerSpeed, bottleneck, predict
+from services.layers import LayerRange
 from services.messages.description import HeadPlace
 from services.processes.device_memory import usable_bytes
 from services.sizes import format_size, parse_size
@@ -157,9 +158,16 @@ def _sharing_notes(models: Models) -> list[str]:
 
 def _unpacked_notes(models: Models, loads: Sequence[DeviceLoad]) -> list[str]:
     """Return what to know of CPUs that hold packed matrices in another form than that of the checkpoint."""
+    target, draft = models.target, models.draft
+    every = LayerRange(0, len(target.layers))
+    stored = target.layers_bytes(every) + target.head_bytes
+    on_cpu = target.cpu_layers_bytes(every) + target.cpu_head_bytes
+    if on_cpu == stored and (draft is None or not draft.packed):
+        # A draft's keys and values are made by matrices that a CPU holds twice, packed or not.
+        return []
     how = (
-        "its CPU multiplies by whole numbers of 4 and 8 bits, and has other forms unpacked, but for routed experts, to "
-        f"{models.target.dtype}"
+        "its CPU multiplies by whole numbers of 4 and 8 bits, and has other forms, but for those of routed experts, "
+        f"unpacked to {target.dtype}"
     )
     return [
         f"{load.owner} takes {format_size(load.weight_bytes)} for {format_size(load.share.weight_bytes)} of packed "

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from services.model.config import LinearAttentionConfig
+from services.model.rope import Rope
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
@@ -88,7 +89,9 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     x = torch.randn(rows, hidden, device=WHERE)
     results = []
     for cache, operations in zip(caches, (PLAIN, by_kernels()), strict=True):
-        step = Rows([SessionRows(0, rows, SegmentCaches(None, cache), False)], (like, like), operations)
+        step = Rows(
+            [SessionRows(0, rows, SegmentCaches(None, cache), False)], {Rope(16, 1e4): (like, like)}, operations
+        )
         results.append(linear_attention.run(config, weights, 1, x, step))
 
     expected, found = results
