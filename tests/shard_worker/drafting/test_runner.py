@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
@@ -44,7 +45,7 @@ def make(tiny: Tiny, name: str, **options: Any) -> tuple[DFlashDraft, DFlashRunn
     draft = load_draft(tiny.draft("qwen3", f"kernels-{name}", **options), NAME, device())
     generator = torch.Generator().manual_seed(1)
     embedding, head = (torch.randn(256, 64, generator=generator).to(draft.device.torch_device, DTYPE) for _ in range(2))
-    return draft, DFlashRunner(draft, DenseWeight(head), graphs=ON_GPU), embedding, head
+    return draft, DFlashRunner(draft, DraftHead(DenseWeight(head)), graphs=ON_GPU), embedding, head
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -104,7 +105,7 @@ class Pair:
         [segment] = stage.segments
         self.step = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
         self.stage: Stage = replace(stage, runners=(self.step,))
-        self.runner = DFlashRunner(self.draft, stage.head.weight, graphs=ON_GPU)
+        self.runner = DFlashRunner(self.draft, DraftHead(stage.head.weight), graphs=ON_GPU)
         self.runner.prepare(self.embedding[self.draft.config.mask_token_id])
         self.state, self.context = self.stage.allocate(400, 8), self.draft.allocate(400)
         self.stops = stops
