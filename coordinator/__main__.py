@@ -21,6 +21,7 @@ _COMMANDS: Mapping[str, str] = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model in the terminal.",
     "status": "Show the workers behind a running server, and how busy they are.",
+    "drain": "Have another worker take the place of one, while answers go on.",
     "cache": "See, check and clean up the prefix snapshots kept on disk.",
     "plan": "Show who would hold which layers, what that takes and how fast it would be.",
     "manifests": "Write a cluster file as an overlay for Kustomize, to run it on Kubernetes.",

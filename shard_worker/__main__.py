@@ -24,6 +24,7 @@ from services.net.security import Security, load_security
 from services.net.server import Server
 from services.processes.device_memory import MEMORY_SHARE, parse_limit
 from services.processes.lifeline import die_with
+from services.reread import read_again_on_hangup
 from services.rpc.payload_transport import PayloadTransport
 from services.sizes import parse_size
 from services.telemetry.logs import FORMATS, LEVELS, configure_logs
@@ -54,6 +55,7 @@ class Flags:
     tls_key: str | None
     tls_ca: str | None
     tls_server_name: str | None
+    tls_crl: str | None
     cluster_token_file: str | None
     payload_transport: str
     insecure: bool
@@ -150,9 +152,15 @@ class Flags:
     help="Expect this name in the certificates of other workers.  [default: the host dialled]",
 )
 @click.option(
+    "--tls-crl",
+    metavar="FILE",
+    help="PEM list of certificates that the authority has revoked; see flashsplit certs revoke.",
+)
+@click.option(
     "--cluster-token-file",
     metavar="FILE",
-    help="The secret that every call must carry.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
+    help="The secret that every call must carry; of several, one a line, each is taken and the first one sent.  "
+    "[default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
 )
 @click.option(
     "--payload-transport",
@@ -184,8 +192,8 @@ class Flags:
     "--log-level",
     default="info",
     show_default=True,
-    type=click.Choice(LEVELS),
-    help="Least important line to log.",
+    metavar=f"{'|'.join(LEVELS)}|@FILE",
+    help="Least important line to log; read again from FILE at SIGHUP, with certificates and token.",
 )
 @click.option(
     "--log-format",
@@ -216,14 +224,15 @@ def main(**values: Any) -> None:
     flags = Flags(**values)
     if flags.lifeline_fd is not None:
         die_with(flags.lifeline_fd, flags.scratch)
-    configure_logs(flags.log_level, flags.log_format)
-    start_tracing("flashsplit-worker")
     try:
+        configure_logs(flags.log_level, flags.log_format)
+        start_tracing("flashsplit-worker")
         security = load_security(
             tls_cert=flags.tls_cert,
             tls_key=flags.tls_key,
             tls_ca=flags.tls_ca,
             tls_server_name=flags.tls_server_name,
+            tls_crl=flags.tls_crl,
             cluster_token_file=flags.cluster_token_file,
         )
         if not is_loopback(flags.listen) and security.tls is None and not flags.insecure:
@@ -331,6 +340,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
+    read_again_on_hangup()
     await server.start()
     worker.address = server.address
     log.info("worker.ready", address=server.address, device=flags.devices, roles=[str(role) for role in roles])
@@ -341,6 +351,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
 
     watching = asyncio.ensure_future(watch())
     await stopping.wait()
+    await worker.leave()
     watching.cancel()
     await server.set_serving(False)
     worker.life.end()

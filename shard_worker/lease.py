@@ -44,6 +44,11 @@ class Lease:
         # It has so long to begin to listen.
         self._left_at = self._clock()
 
+    @property
+    def is_listened_to(self) -> bool:
+        """Whether the process listens that holds the worker."""
+        return self._holder is not None and bool(self._listening[self._holder.holder_id])
+
     def check(self, holder_id: str | None) -> None:
         """Check that a caller may use what is loaded. Raises FailedPrecondition while another process holds the
         worker."""

@@ -176,6 +176,7 @@ class Worker:
     async def describe(self) -> WorkerDescription:
         self._check_device()
         loaded: dict[str, Any] = {role.description_field: role.describe() for role in self.roles.values()}
+        busy_ns, counted_ns = self._thread.busy_time.read()
         return WorkerDescription(
             host=self._host,
             process_id=os.getpid(),
@@ -190,6 +191,8 @@ class Worker:
             snapshot_budget_bytes=self._snapshots.budget_bytes,
             session_bytes=sum(role.session_bytes for role in self.roles.values()),
             batches=next((role.batch_counts for role in self.roles.values() if role.batch_counts is not None), None),
+            busy_ns=busy_ns,
+            counted_ns=counted_ns,
             **loaded,
         )
 
@@ -247,6 +250,10 @@ class Worker:
     async def echo(self, payload: bytes) -> int:
         self._check_idle()
         return await self._thread.submit(len, payload)
+
+    async def leave(self) -> None:
+        """Say that the worker was told to stop, and go on while another one takes its place."""
+        await self.life.leave(lambda: self._lease.is_listened_to)
 
     async def end_links_when_idle(self) -> None:
         """Stop sharing memory and calls of batches with callers once none of them has a session.

@@ -9,6 +9,7 @@ import click
 
 from coordinator.bench.compare import compare
 from coordinator.bench.compress import compress
+from coordinator.bench.drafts import drafts
 from coordinator.bench.faults import faults
 from coordinator.bench.generate import generate
 from coordinator.bench.hop import hop
@@ -29,6 +30,7 @@ def bench() -> None:
 
 bench.add_command(compare)
 bench.add_command(compress)
+bench.add_command(drafts)
 bench.add_command(faults)
 bench.add_command(generate)
 bench.add_command(hop)

@@ -114,9 +114,11 @@ class Clients:
     """Asks an engine for answers to random prompts; those of one seed have the same lengths in the same order."""
 
     def __init__(
-        self, engine: Engine, lengths: AskedLengths, *, seed: int, prefill_chunk: int, speculate: bool
+        self, engine: Engine, lengths: AskedLengths, *, seed: int, prefill_chunk: int | None, speculate: bool
     ) -> None:
-        """prefill_chunk: prompt tokens of a step. speculate: whether a draft proposes, where there is one."""
+        """prefill_chunk: prompt tokens of a step, None for as many as the server would take. speculate: whether a draft
+        proposes, where there is one.
+        """
         self._engine, self._lengths, self._draw = engine, lengths, random.Random(seed)
         self._prefill_chunk, self._speculate = prefill_chunk, speculate
 

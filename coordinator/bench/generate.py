@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
@@ -22,6 +24,7 @@ from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.generation import generate as complete
+from coordinator.engine.step_times import StepTaken
 from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import chat_prompt, text_prompt
 from services.errors import InvalidArgument
@@ -50,20 +53,31 @@ class GenerateFigures:
     identical: int
 
 
+def prompts_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that say what is answered, and how far."""
+    for option in (
+        click.option(
+            "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer."
+        ),
+        click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind."),
+        click.option(
+            "--prompts",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            required=True,
+            metavar="FILE",
+            help='JSON object of kinds, each a list of prompts: strings, or objects with "prompt". Kinds other than '
+            '"code" are asked through the chat template.',
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command(cls=Command)
 @with_options
 @config_option
 @counts_option("--workers", default="1,2,3", help="Without --target-devices: numbers of CPU workers.")
-@click.option(
-    "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
-    metavar="FILE",
-    help='JSON object of kinds, each a list of prompts: strings, or objects with "prompt". Kinds other than '
-    '"code" are asked through the chat template.',
-)
-@click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind.")
-@click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer.")
+@prompts_options
 async def generate(
     model: ModelOptions,
     cluster: ClusterOptions,
@@ -143,8 +157,10 @@ async def answer(
     *,
     speculate: bool,
     lookup: bool = False,
+    on_step: Callable[[StepTaken], None] = lambda step: None,
 ) -> Answer:
-    """Return the greedy answer to a prompt. speculate: with draft tokens; lookup: with such as are looked up too."""
+    """Return the greedy answer to a prompt. speculate: with draft tokens; lookup: with such as are looked up too.
+    on_step: called with every answered step."""
     request = Request(
         request_id=secrets.token_hex(8),
         prompt_ids=prompt,
@@ -152,7 +168,7 @@ async def answer(
         stop_token_ids=files.stop_token_ids,
         speculate=speculate,
     )
-    return await complete(cluster, request, files.tokenizer, prompt_lookup=lookup)
+    return await complete(cluster, request, files.tokenizer, prompt_lookup=lookup, on_step=on_step)
 
 
 def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> GenerateFigures:

@@ -24,8 +24,10 @@ from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.config import config_option
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
+from coordinator.status.recent import busy_share
 from coordinator.text.model_files import read_model_files
 from services.errors import InvalidArgument
+from services.messages.description import WorkerDescription
 
 CLIENTS = (1, 2, 4, 8, 16)
 """How many clients there are at once where neither they nor rates are named."""
@@ -62,7 +64,8 @@ class ServeFigures:
 
     load: how many clients there were at once, or how many requests came a second. draft: how drafts were accepted.
     long_prompts: how many came meanwhile; the times between tokens are then those of that while. gain: tokens_per_s
-    over that of the first row. set_aside: how often answers were, for lack of memory.
+    over that of the first row. set_aside: how often answers were, for lack of memory. busy: of each stage, the share of
+    the time in which it had work.
     """
 
     load: str
@@ -80,6 +83,7 @@ class ServeFigures:
     between_p95_ms: float
     between_p99_ms: float
     set_aside: int
+    busy: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,8 @@ async def serve(
         files = read_model_files(target)
         with LoadBars() as bars:
             cluster = await stack.enter_async_context(workers.cluster(files, draft, bars, prefix_cache_bytes=0))
-        most = MOST_AT_ONCE if load.rate else max(counts) + (load.long_prompts > 0)
+        # Below, a short prompt comes while a long one is computed.
+        most = MOST_AT_ONCE if load.rate else max(2, max(counts) + (load.long_prompts > 0))
         engine = Engine(cluster, files, None, name="bench", max_running=most, max_waiting=0)
         bench = ServeBench(engine, load)
         rows: list[ServeFigures] = []
@@ -231,7 +236,7 @@ class ServeBench:
             self._engine,
             AskedLengths(asked.prompt_tokens, asked.max_tokens),
             seed=asked.seed,
-            prefill_chunk=self._chunk,
+            prefill_chunk=asked.prefill_chunk,
             speculate=not asked.plain,
         )
 
@@ -241,10 +246,12 @@ class ServeBench:
         long_prompts: so many come meanwhile. first_row: the one that gains are ratios to.
         """
         asked, clients = self._asked, self.clients()
+        before = await self._stages()
         if asked.rate:
             found = await clients.arriving(load, asked.requests or REQUESTS_OF_A_RATE, long_prompts)
         else:
             found = await clients.closed(int(load), asked.requests or REQUESTS_OF_A_CLIENT, long_prompts)
+        busy = tuple(busy_share(*both) for both in zip(before, await self._stages(), strict=True))
         first_row_rate = found.tokens_per_s if first_row is None else first_row.tokens_per_s
         return ServeFigures(
             load=f"{load:g} requests/s" if asked.rate else f"{load} clients",
@@ -256,7 +263,13 @@ class ServeBench:
             tokens_per_step=found.tokens_per_step,
             **_milliseconds(found),
             set_aside=sum(answer.set_aside for answer in found.answers),
+            busy=busy,
         )
+
+    async def _stages(self) -> list[WorkerDescription]:
+        """Return what the workers of the stages say of themselves."""
+        cluster = self._engine.cluster
+        return [await (await cluster.worker(address)).describe() for address in cluster.addresses]
 
     @property
     def _draft(self) -> str:
@@ -298,7 +311,7 @@ def table(rows: list[ServeFigures]) -> Table:
     """Return the figures for people."""
     headings = ("load", "long prompts", "requests", "tokens/s", "times first", "tokens a step", "first token p50 ms")
     figures = empty_table(
-        *headings, "p95", "p99", "a token p50 ms", "between tokens p50 ms", "p95", "p99", "set aside", "draft"
+        *headings, "p95", "p99", "a token p50 ms", "between tokens p50 ms", "p95", "p99", "set aside", "busy", "draft"
     )
     for row in rows:
         figures.add_row(
@@ -312,6 +325,7 @@ def table(rows: list[ServeFigures]) -> Table:
             f"{row.token_p50_ms:.1f}",
             *(f"{value:.1f}" for value in (row.between_p50_ms, row.between_p95_ms, row.between_p99_ms)),
             str(row.set_aside),
+            ", ".join(f"{share:.0%}" for share in row.busy),
             row.draft,
         )
     return figures

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.model.random_weights import KEY, PACKING
+from services.model.random_weights import KEY, MXFP4_EXPERTS, PACKING
 
 SYNTHETIC = "synthetic_acceptance"
 """The key by which a worker knows with what chance a draft token is taken all the same, where all before it are."""
@@ -96,6 +96,27 @@ TARGETS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
     },
+    "gpt-oss-20b": {
+        **_COMMON,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        PACKING: MXFP4_EXPERTS,
+    },
     "qwen3.5-35b-a3b": {
         **_QWEN3_5,
         "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -134,6 +155,7 @@ CAPTURES: Mapping[str, tuple[list[int], int]] = {
     "qwen3-8b": ([1, 9, 17, 25, 33], 151669),
     "llama-3.1-8b": ([1, 8, 15, 22, 29], 128255),
     "qwen3-30b-a3b": ([1, 12, 23, 34, 45], 151669),
+    "gpt-oss-20b": ([1, 6, 11, 16, 21], 201087),
     "qwen3.5-35b-a3b": ([1, 10, 19, 28, 37], 248070),
     "qwen3.5-9b": ([1, 8, 15, 22, 29], 248070),
     "qwen3.6-27b": ([1, 16, 31, 46, 61], 248070),
@@ -190,7 +212,8 @@ def write_shape(
     """Write checkpoints of a shape and of its draft, without weights, and return the directories of both.
 
     accepted: how many draft tokens of a block are to be taken on average, None for those that the target chooses too.
-    packing: what the target's matrices are packed in, of PACKINGS; None for none.
+    packing: what the target's matrices are packed in, of PACKINGS; None for what the shape's are published in, as
+    gpt-oss's experts are.
     """
     paths = []
     synthetic = {} if accepted is None else {SYNTHETIC: acceptance_chance(accepted)}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -72,6 +73,52 @@ class Authority(KeyPair):
         )
         return KeyPair(builder.sign(self.key, hashes.SHA256()), key)
 
+    def revocation_list(
+        self, revoked: Sequence[x509.Certificate] = (), before: x509.CertificateRevocationList | None = None
+    ) -> bytes:
+        """Return the PEM of a list of certificates that do not count any more: these, and those of the list before.
+
+        It holds as long as the authority. Raises InvalidArgument for a certificate of another authority, and for a list
+        of another one.
+        """
+        now, number = datetime.datetime.now(datetime.UTC), 1
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(now)
+            .next_update(self.certificate.not_valid_after_utc)
+        )
+        entries = {}
+        if before is not None:
+            if not before.is_signature_valid(self.key.public_key()):
+                raise InvalidArgument("the list of revoked certificates is another authority's", field="--out")
+            number += before.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+            entries = {entry.serial_number: entry for entry in before}
+        for certificate in revoked:
+            _check_issuer(certificate, self.certificate)
+            entry = x509.RevokedCertificateBuilder().serial_number(certificate.serial_number).revocation_date(now)
+            entries.setdefault(certificate.serial_number, entry.build())
+        for found in entries.values():
+            builder = builder.add_revoked_certificate(found)
+        identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        signed = (
+            builder.add_extension(x509.CRLNumber(number), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+        return signed.public_bytes(Encoding.PEM)
+
+
+def _check_issuer(certificate: x509.Certificate, authority: x509.Certificate) -> None:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise InvalidArgument(
+            f"the certificate of {certificate.subject.rfc4514_string()} comes from another authority: only that one "
+            "can revoke it",
+            field="NAME",
+        ) from error
+
 
 def make_authority(days: float, *, now: datetime.datetime | None = None) -> Authority:
     """Return a new authority, under a name that no other has."""
@@ -115,6 +162,13 @@ def check_name(text: str, field: str) -> str:
     if _DNS_NAME.fullmatch(name) is None or re.fullmatch(r"[0-9.]+", name):
         raise InvalidArgument(f"{field} {text!r} is neither a DNS name nor an IP address", field=field)
     return name
+
+
+def replace_private(path: Path, content: bytes) -> None:
+    """Write a file that only its user may read; whoever reads it meanwhile finds all of the old one or of the new."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_private(draft, content)
+    draft.replace(path)
 
 
 def write_private(path: Path, content: bytes) -> None:

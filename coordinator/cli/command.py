@@ -12,7 +12,8 @@ import click
 from click.core import ParameterSource
 
 from coordinator.cli.option_groups import GroupOption, sections
-from services.telemetry.logs import FORMATS, LEVELS, configure_logs
+from services.errors import InvalidArgument
+from services.telemetry.logs import FORMATS, LEVEL_FLAG, LEVELS, configure_logs
 
 LEVEL = "warning"
 """The least important level that is logged unless it is said otherwise."""
@@ -39,6 +40,10 @@ class Command(click.Command):
                     formatter.write_dl(records)
 
 
+class CommandGroup(click.Group, Command):
+    """A command that has commands below it and does something of its own without them."""
+
+
 def log_options() -> list[click.Parameter]:
     """Return --log-level and --log-format, which set up the log of the process as soon as they are read.
 
@@ -48,9 +53,10 @@ def log_options() -> list[click.Parameter]:
         GroupOption(
             _SECTION,
             _ABOUT,
-            ["--log-level"],
-            type=click.Choice(LEVELS),
-            help=f"Least important line to log.  [default: {LEVEL}]",
+            [LEVEL_FLAG],
+            metavar=f"{'|'.join(LEVELS)}|@FILE",
+            help="Least important line to log. A server reads it again from FILE at SIGHUP, with all other files that "
+            f"may change while it runs.  [default: {LEVEL}]",
             expose_value=False,
             callback=_configure,
         ),
@@ -72,4 +78,7 @@ def _configure(context: click.Context, option: click.Parameter, value: str | Non
     from_file = context.get_parameter_source(str(option.name)) is ParameterSource.DEFAULT_MAP
     if value is not None and not (from_file and option.name in said):
         said[option.name] = value
-    configure_logs(said.get("log_level", LEVEL), said.get("log_format"))
+    try:
+        configure_logs(said.get("log_level", LEVEL), said.get("log_format"))
+    except InvalidArgument as error:
+        raise click.UsageError(error.message, context) from error

@@ -17,7 +17,7 @@ import click
 import httpx2
 
 from coordinator.cli.option_groups import Flag
-from coordinator.status.report import Status
+from coordinator.status.report import DRAIN_PATH, Drained, Status
 from services.addresses import is_loopback
 from services.errors import FlashsplitError, InvalidArgument, Unauthenticated, Unavailable, error_named
 
@@ -128,6 +128,18 @@ class RemoteServer:
             return Status.model_validate_json(await self._get("/v1/status"))
         except ValueError as error:
             raise Unavailable(f"{self.url} is no flashsplit server of this version: it tells no status") from error
+
+    async def drain(self, worker: str, to: str) -> Drained:
+        """Have another worker take the place of one, however long that takes. Raises what the server says against it,
+        and Unavailable for a server that cannot."""
+        body = {"worker": worker, "to": to}
+        try:
+            reply = await self._http.post(DRAIN_PATH, json=body, timeout=httpx2.Timeout(None, connect=CONNECT_S))
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from error
+        if reply.is_error:
+            raise self._refusal(reply)
+        return Drained.model_validate_json(reply.content)
 
     async def model(self) -> str:
         """Return the name of the first model that it serves."""

@@ -17,12 +17,13 @@ import structlog
 
 from coordinator.cluster.agreement import check_fit, check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, with_name
-from coordinator.cluster.losses import CAUSE_S, Losses
+from coordinator.cluster.losses import CAUSE_S, STILL_THERE, Losses
 from coordinator.cluster.member import Member
-from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, threads_each
+from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, parse_place, threads_each
 from coordinator.cluster.resplit import WeighLayers, split_anew, weight_room
 from coordinator.cluster.standby import LOST_PAUSE_S, Standbys, StandbyState
-from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from coordinator.cluster.successor import Leaving, Successor, find_worker
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
 from services.layers import LayerRange
 from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
 from services.messages.holder import WORKER_HELD, own_holder
@@ -31,6 +32,7 @@ from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess, failure_fields
+from services.rpc.liveness import DEVICE_HUNG, LOST_AFTER_S
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
@@ -72,6 +74,9 @@ EXACT_ROWS = 16
 So answers with a draft and without one agree.
 """
 
+LEAVING_LOOK_S = 0.25
+"""Between two looks at whether a worker was told to stop."""
+
 LOADED_OTHERWISE = ("NOT_LOADED", "FINGERPRINT_MISMATCH", "LAYER_MISMATCH", WORKER_HELD)
 """The reasons with which a worker refuses a session because it does not hold what it was told to load."""
 
@@ -93,22 +98,31 @@ class Cluster:
         choose_split: ChooseSplit | None = None,
         exact: bool = False,
         standbys: StandbyPlan = NO_STANDBYS,
+        lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         """
         launch: how local workers are started; where it names no threads, this host's cores are shared out.
         wait_s: how many seconds a worker that runs elsewhere is called again when it doesn't answer at the start.
         reporter: hears how far loading is. choose_split: chooses the layers once the workers run, where the plan leaves
         them open. exact: the steps of sessions give a row the same bits whatever other rows they have. standbys: the
-        workers that stand by once the cluster has started.
+        workers that stand by once the cluster has started. lost_after_s: how long nothing need be heard of a worker
+        until it is lost.
         """
         self._plan, self.launch, self._wait_s = plan, launch, wait_s
+        self.lost_after_s = lost_after_s
         self._choose_split, self._exact = choose_split, exact
-        self._peers = Peers(security=launch.security, transport=launch.transport)
+        self._peers = Peers(lost_after_s=lost_after_s, security=launch.security, transport=launch.transport)
         self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
         self._losses = Losses(self._peers, len(plan.stages))
         places = [*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])]
         self._members = [Member(place, plan.roles(index)) for index, place in enumerate(places)]
         """The workers in the order of the stages; the draft's own is the last."""
+        self._prepared = set[str]()
+        """The addresses of workers that are about to take a place."""
+        self._still = asyncio.Event()
+        """Set while no worker is exchanged, when `lost` watches over them."""
+        self._still.set()
+        self._watch: asyncio.Task[FlashsplitError] | None = None
         self._whole: tuple[Plan, list[Member]] | None = None
         """The plan and the workers from before the layers were split anew; None while they are not."""
         self._standby_plan = standbys
@@ -165,10 +179,13 @@ class Cluster:
         grammar: Grammar | None = None,
         trace: Trace | None = None,
     ) -> StageSession:
-        """Open a session over the whole chain; `stage.proto` describes the arguments."""
+        """Open a session over the whole chain; `stage.proto` describes the arguments.
+
+        Raises what a stage says against it, and Unavailable as soon as one is lost: whoever is to reach that one would
+        call it for seconds.
+        """
         stages = self._plan.stages
-        port = await self._peers.stage(self.addresses[0])
-        return await port.open(
+        return await self._unless_lost(
             OpenSession(
                 request_id=request_id,
                 fingerprint=self.target.fingerprint,
@@ -193,6 +210,29 @@ class Cluster:
                 batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
             )
         )
+
+    async def _unless_lost(self, request: OpenSession) -> StageSession:
+        """Open a session. Raises Unavailable as soon as a stage is lost."""
+
+        async def ask() -> StageSession:
+            return await (await self._peers.stage(self.addresses[0])).open(request)
+
+        opening, lost = asyncio.ensure_future(ask()), asyncio.ensure_future(self._losses.in_trouble())
+        is_taken = False
+        try:
+            await asyncio.wait([opening, lost], return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                is_taken = True
+                return opening.result()
+            trouble = lost.result()
+            raise Unavailable(trouble.message, reason=trouble.reason, **trouble.where)
+        finally:
+            lost.cancel()
+            if not is_taken:
+                opening.cancel()
+                with contextlib.suppress(asyncio.CancelledError, FlashsplitError):
+                    # One that was opened in the same moment is nobody's.
+                    await (await opening).close()
 
     @property
     def _draft_rows(self) -> int:
@@ -268,8 +308,23 @@ class Cluster:
         the worker before it or a session. From then on the cluster is not alive or, where it was the draft's own
         worker, has no draft.
         """
-        addresses = [*self.addresses, *([] if self.draft_address is None else [self.draft_address])]
-        return await self._losses.next_loss(addresses, self.explain)
+        while True:
+            await self._still.wait()
+            addresses = [*self.addresses, *([] if self.draft_address is None else [self.draft_address])]
+            watch = self._watch = asyncio.ensure_future(self._losses.next_loss(addresses, self.explain))
+            try:
+                await asyncio.wait([watch])
+                if not watch.cancelled():
+                    await self._leave_ended()
+                    return watch.result()
+            finally:
+                watch.cancel()
+
+    async def _leave_ended(self) -> None:
+        """Have nobody wait for a connection to a local worker whose process has ended."""
+        for index, member in enumerate(self._members):
+            if self._losses.death(index) is not None:
+                await self._peers.leave(member.address)
 
     async def restore(self) -> None:
         """Start the local workers that are lost again, and have every worker load what it does not hold.
@@ -301,13 +356,10 @@ class Cluster:
             if found is None:
                 return False
             [member] = found
-            self._losses.leave_process(index)
-            gone, self._members[index] = self._members[index], member
+            gone = self._members[index]
+            self._put(index, member)
             self._exchange(gone, member)
             await self._peers.leave(gone.address)
-            if member.process is not None:
-                self._losses.watch_process(index, member.process)
-            self._plan = _with_places(self._plan, self._members)
             gone.roles = plan.stage_roles
             self._standbys.add(gone, plan, LOST_PAUSE_S)
             log.warning("cluster.replaced", stage=index, lost=str(gone.place), by=str(member.place))
@@ -316,9 +368,135 @@ class Cluster:
         except FlashsplitError as error:
             log.warning("cluster.replace_failed", **failure_fields(error))
             # Where one of those that took a place is lost in its turn, another one may stand by.
-            return any(self._losses.death(index) is not None for index in lost) and await self.replace_lost()
+            return await self._is_any_gone(lost) and await self.replace_lost()
         self._losses.restored()
         return True
+
+    async def _is_any_gone(self, indices: Sequence[int]) -> bool:
+        """Return whether one of the workers that have these stages' places now is of no use."""
+        if any(self._peers.trouble(self._members[index].address) is not None for index in indices):
+            return True
+        return await self._losses.any_ended(indices, CAUSE_S)
+
+    # --- workers that are exchanged while they live
+
+    async def prepare(self, worker: str, to: str) -> Successor:
+        """Have a worker hold what another one holds, so that `exchange` puts it in that one's place. Until then all
+        goes on.
+
+        worker: as in `find_worker`. to: a worker that stands by, or runs at an address without a part, or a device on
+        which one is started. Raises InvalidArgument and FailedPrecondition for what cannot be, and what starting and
+        loading raise; then the other one is as it was.
+        """
+        plan, names = self._plan, [self._losses.name(index) for index in range(len(self._members))]
+        index = find_worker(worker, names, self._members)
+        self._check_exchange()
+        gone, to = self._members[index], to.strip()
+        stands_by = await self._standbys.take_named(to)
+        member = stands_by or Member(parse_place(to, "to"), plan.roles(index))
+        if member.place.address is not None and member.place.address in (one.address for one in self._members):
+            raise InvalidArgument(f"{to} has a part of this server already: name another worker", field="to")
+        launch = replace(self.launch, threads=self.launch.threads or threads_each([one.place for one in self._members]))
+        try:
+            await member.start(launch, self._peers)
+            described = await self._load_part(index, member)
+            before = await self._describe(gone)
+        except BaseException:
+            await self._leave(member, stands_by=stands_by is not None)
+            raise
+        self._prepared.add(member.address)
+        return Successor(index, names[index], member, gone, described.process_id, before.process_id)
+
+    async def exchange(self, successor: Successor) -> None:
+        """Put a worker in the place of the one whose part it holds. No session goes on over that one's end.
+
+        Raises FailedPrecondition where that one was lost meanwhile, Unavailable where this one was, and what starting a
+        cluster raises; then all is as it was.
+        """
+        index, member, gone = successor.index, successor.member, successor.gone
+        self._check_exchange()
+        if self._members[index] is not gone:
+            raise FailedPrecondition(f"{successor.name} is another worker by now: try again", reason="WORKER_EXCHANGED")
+        if not self._peers.is_connected(member.address):
+            # Answers wait: no time to call it.
+            raise Unavailable(f"{successor.name}: the worker at {member.address} was lost before it took the place")
+        self._still.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+        try:
+            self._put(index, member)
+            try:
+                await self._start()
+            except FlashsplitError:
+                self._put(index, gone)
+                self._losses.trouble = None
+                try:
+                    await self._start()
+                except FlashsplitError as error:
+                    # Then `restore` has to bring it back.
+                    self._losses.report(index, error)
+                raise
+        finally:
+            self._still.set()
+        self._prepared.discard(member.address)
+        log.warning("cluster.exchanged", worker=successor.name, gone=str(gone.place), by=str(member.place))
+
+    async def retire(self, successor: Successor) -> None:
+        """Let the worker go whose place was taken: a child process ends."""
+        await self._peers.leave(successor.gone.address)
+        await successor.gone.stop()
+
+    async def dismiss(self, successor: Successor) -> None:
+        """Let a worker go that was prepared and takes no place."""
+        self._prepared.discard(successor.member.address)
+        await self._leave(successor.member, stands_by=False)
+
+    async def leaving(self) -> Leaving:
+        """Wait until a stage's worker says that it was told to stop, for which one stands by that is ready."""
+        while True:
+            for index in range(len(self._plan.stages)):
+                heartbeats = self._peers.leaving(self._members[index].address)
+                heir = None if heartbeats is None else self._standbys.ready_for(index, self._plan)
+                if heartbeats is not None and heir is not None:
+                    return Leaving(self._losses.name(index), heir, heartbeats)
+            await asyncio.sleep(LEAVING_LOOK_S)
+
+    def _check_exchange(self) -> None:
+        """Raise FailedPrecondition where workers are not all there, or not in their own places."""
+        trouble = self.trouble or next(filter(None, map(self._losses.reason, range(len(self._members)))), None)
+        why = self.degraded or (None if trouble is None else trouble.message)
+        if why is not None:
+            raise FailedPrecondition(
+                f"no worker can be drained while not all of them are there: {why}", reason="WORKER_LOST", field="worker"
+            )
+
+    async def _load_part(self, index: int, member: Member) -> WorkerDescription:
+        """Have a worker load what belongs to a place, and return its description."""
+        plan, address = self._plan, member.address
+        if index == len(plan.stages):
+            return await self._loader.load_draft(address, beside=False)
+        stage = replace(plan.stages[index], place=member.place)
+        described = await self._loader.load_stage(self._losses.name(index), stage, address)
+        check_same_model((*self.workers, described))
+        if plan.draft_beside and index == len(plan.stages) - 1:
+            await self._loader.load_draft(address, beside=True)
+        return described
+
+    async def _leave(self, member: Member, *, stands_by: bool) -> None:
+        """Let a worker go that takes no place; one that stood by does so again."""
+        if stands_by:
+            self._standbys.add(member, self._plan)
+        else:
+            await self._peers.leave(member.address)
+            await member.stop()
+
+    def _put(self, index: int, member: Member) -> None:
+        """Note that a worker has a place. `_start` connects it with the others."""
+        self._losses.leave_process(index)
+        self._members[index] = member
+        if member.process is not None:
+            self._losses.watch_process(index, member.process)
+        self._plan = _with_places(self._plan, self._members)
 
     @property
     def _lost_stages(self) -> list[int]:
@@ -475,6 +653,8 @@ class Cluster:
 
         Raises Unavailable at once for a worker that is lost, or has no part in this cluster any more.
         """
+        if address in self._prepared:
+            return await self._peers.snapshots(address)
         addresses = [*self.addresses, *([] if self.draft_address is None else [self.draft_address])]
         index = addresses.index(address) if address in addresses else None
         if index is None or self._losses.reason(index) is not None:
@@ -487,7 +667,7 @@ class Cluster:
         its stage, that it is not there now, because it will be loaded again."""
         if self.workers and isinstance(error, FailedPrecondition) and error.reason in LOADED_OTHERWISE:
             return self._report_unloaded(error)
-        if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL"):
+        if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or error.reason in STILL_THERE:
             return error
         # A broken connection is often noticed before the end of the process.
         if (found := await self._losses.first_death(CAUSE_S)) is not None:
@@ -557,23 +737,43 @@ class Cluster:
             self._losses.watch_process(index, member.process)
 
     async def _or_death(self, work: Awaitable[T]) -> T:
-        """Return the work's result. Raises the death of a local worker as soon as one dies meanwhile."""
+        """Return the work's result. Raises how a worker was lost as soon as one dies or falls silent meanwhile."""
         task = asyncio.ensure_future(work)
+        lost = [asyncio.ensure_future(self._gone(member)) for member in self._members]
         try:
-            await asyncio.wait([task, *self._losses.deaths], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or (isinstance(task.exception(), FlashsplitError)):
-                error = task.exception() if task.done() else None
-                raise await self.explain(error if isinstance(error, FlashsplitError) else Unavailable("a worker died"))
+            await asyncio.wait([task, *self._losses.deaths, *lost], return_when=asyncio.FIRST_COMPLETED)
+            error = task.exception() if task.done() else self._first_lost(lost)
+            if isinstance(error, FlashsplitError):
+                raise await self.explain(error)
             return task.result()
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for one in (task, *lost):
+                one.cancel()
+            await asyncio.gather(task, *lost, return_exceptions=True)
+
+    async def _gone(self, member: Member) -> Unavailable:
+        """Wait until a worker is not reached any more, and return the error that says how. One whose device hangs
+        answers what it is asked, and may have got over it."""
+        while (error := await self._peers.lost(member.address)).reason == DEVICE_HUNG:
+            await asyncio.sleep(CAUSE_S)
+        return error
+
+    def _first_lost(self, lost: Sequence[asyncio.Future[Unavailable]]) -> FlashsplitError:
+        """Return the error of the first worker of which it is known how it was lost, with the worker's name."""
+        for index, one in enumerate(lost):
+            if one.done():
+                return with_name(one.result(), self._losses.name(index))
+        return Unavailable("a worker died")
 
 
 def _with_places(plan: Plan, members: Sequence[Member]) -> Plan:
-    """Return the plan with its stages where these workers are."""
+    """Return the plan with its stages, and the draft's own worker, where these workers are."""
     stages = zip(plan.stages, members, strict=False)
-    return replace(plan, stages=tuple(StagePlan(member.place, stage.layers) for stage, member in stages))
+    return replace(
+        plan,
+        stages=tuple(StagePlan(member.place, stage.layers) for stage, member in stages),
+        draft=None if plan.draft is None else members[len(plan.stages)].place,
+    )
 
 
 async def _all(work: Any) -> list[Any]:

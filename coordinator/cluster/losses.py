@@ -22,7 +22,7 @@ from services.rpc.peers import Peers
 CAUSE_S = 0.5
 """How long the cause of a broken connection may take to show."""
 
-_PRESENT = (WORKER_SILENT, DEVICE_HUNG)
+STILL_THERE = (WORKER_SILENT, DEVICE_HUNG)
 """The reasons of losses behind which a worker's process goes on."""
 
 Explain = Callable[[FlashsplitError], Awaitable[FlashsplitError]]
@@ -38,7 +38,8 @@ class Losses:
 
     def __init__(self, peers: Peers, stages: int) -> None:
         self._peers, self._stages = peers, stages
-        self.trouble: FlashsplitError | None = None
+        self._trouble: FlashsplitError | None = None
+        self._troubled = asyncio.Event()
         self._lost: dict[int, FlashsplitError] = {}
         self._unfit = set[int]()
         """The lost whose processes, where they are local, have not been ended yet."""
@@ -99,6 +100,24 @@ class Losses:
     # --- what is known now
 
     @property
+    def trouble(self) -> FlashsplitError | None:
+        return self._trouble
+
+    @trouble.setter
+    def trouble(self, trouble: FlashsplitError | None) -> None:
+        self._trouble = trouble
+        if trouble is None:
+            self._troubled.clear()
+        else:
+            self._troubled.set()
+
+    async def in_trouble(self) -> FlashsplitError:
+        """Wait until something is wrong with the stages, and return what it is."""
+        while self._trouble is None:
+            await self._troubled.wait()
+        return self._trouble
+
+    @property
     def deaths(self) -> list[asyncio.Task[WorkerFailed]]:
         """The waits for the ends of the local workers' processes."""
         return [*self._deaths.values()]
@@ -107,6 +126,13 @@ class Losses:
         """Return how a local worker's process ended; None while it runs and for all others."""
         death = self._deaths.get(index)
         return death.result() if death is not None and death.done() and not death.cancelled() else None
+
+    async def any_ended(self, indices: Iterable[int], timeout_s: float) -> bool:
+        """Return whether one of these workers is local and its process ends within so many seconds."""
+        deaths = [self._deaths[index] for index in indices if index in self._deaths]
+        if deaths:
+            await _first_done(deaths, timeout_s)
+        return any(death.done() for death in deaths)
 
     async def first_death(self, timeout_s: float) -> tuple[int, WorkerFailed] | None:
         """Wait for so long until a local worker's process has ended, and return its index and how it ended. None as
@@ -211,7 +237,7 @@ class Losses:
         broken = {index: error for index, error in broken.items() if index - 1 not in gone}
         index, cause = next(iter((gone or broken).items()))
         # Who runs elsewhere, or is there and silent, has no process that is about to end.
-        told = index in gone and (index not in self._deaths or cause.reason in _PRESENT)
+        told = index in gone and (index not in self._deaths or cause.reason in STILL_THERE)
         error = cause if told else await explain(cause)
         if error is cause:
             error = with_name(error, self.name(index))

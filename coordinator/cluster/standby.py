@@ -17,7 +17,7 @@ from coordinator.cluster.loading import Loader
 from coordinator.cluster.member import Member
 from coordinator.cluster.placement import Plan, StagePlan
 from coordinator.cluster.resplit import WeighLayers, weight_room
-from services.errors import FlashsplitError
+from services.errors import FailedPrecondition, FlashsplitError
 from services.layers import LayerRange
 from services.messages.description import Role, WorkerDescription
 from services.processes.launch import Launch
@@ -114,6 +114,29 @@ class Standbys:
             self._workers.remove(one)
             await _end(one)
         return [one.member for one in chosen]
+
+    def ready_for(self, index: int, plan: Plan) -> str | None:
+        """Return the address of a worker that is ready for the place of a stage; None without one."""
+        chosen = self._choose([index], plan)
+        return None if chosen is None else chosen[0].member.address
+
+    async def take_named(self, text: str) -> Member | None:
+        """Return the worker that stands by at this place or address, which stands by no more; None where none does.
+
+        Raises FailedPrecondition for one that is not ready.
+        """
+        for one in self._workers:
+            if text == str(one.member.place) or (one.why is None and text == one.member.address):
+                if one.why is not None:
+                    raise FailedPrecondition(
+                        f"the stand-by worker {text} is not ready, {one.why}: wait for it, or name another one",
+                        reason="STANDBY_NOT_READY",
+                        field="to",
+                    )
+                self._workers.remove(one)
+                await _end(one)
+                return one.member
+        return None
 
     def _choose(self, indices: Sequence[int], plan: Plan) -> list[_Standby] | None:
         chosen: list[_Standby] = []

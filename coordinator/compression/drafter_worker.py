@@ -20,6 +20,7 @@ from services.messages.description import DrafterDescription, Role, WorkerDescri
 from services.messages.loading import LoadDrafter, LoadProgress
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess
+from services.rpc.liveness import LOST_AFTER_S
 from services.rpc.peers import Peers
 
 log = structlog.get_logger()
@@ -41,11 +42,12 @@ class DrafterWorker:
         *,
         dtype: str | None = None,
         launch: Launch = DEFAULT_LAUNCH,
+        lost_after_s: float = LOST_AFTER_S,
         on_progress: Bar = lambda progress: None,
     ) -> None:
         self._place, self._part = place, LoadDrafter(str(drafter), dtype)
         self._launch, self._on_progress = replace(launch, prefix_cache_bytes=0), on_progress
-        self._peers = Peers(security=launch.security, transport=launch.transport)
+        self._peers = Peers(lost_after_s=lost_after_s, security=launch.security, transport=launch.transport)
         self._process: WorkerProcess | None = None
         self._death: asyncio.Task[WorkerFailed] | None = None
         self._starting = asyncio.Lock()

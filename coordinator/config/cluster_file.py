@@ -29,7 +29,7 @@ _PLACEMENT_FLAGS = (
 )
 """Flags, by parameter name, that `workers` stands for."""
 
-_SECURITY_FLAGS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "cluster_token_file")
+_SECURITY_FLAGS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_crl", "cluster_token_file")
 """Flags, by parameter name, that `certificates` stands for."""
 
 _RANGE = re.compile(r"\s*\d{1,9}\s*:\s*\d{1,9}\s*")
@@ -77,6 +77,7 @@ class Certificates(Fields):
     key: str | None = None
     ca: str | None = None
     server_name: str | None = None
+    crl: str | None = None
     token_file: str | None = None
 
 

@@ -8,13 +8,15 @@ draft's proposal for the next step. An answer that has begun on another chain is
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from coordinator.answer import Answer, Phase, Piece
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState, Cached, missing_logprobs
-from coordinator.engine.prefill_chunk import chunk_for
+from coordinator.engine.pause import Pause
+from coordinator.engine.prefill_chunk import chunk_beside_others, chunk_for
 from coordinator.engine.prompt_lookup import BLOCK_ROWS
 from coordinator.engine.step_times import StageShare, StepTaken, batch_taken, sent_bytes, split_time
 from coordinator.prefix.policy import chunks
@@ -40,9 +42,9 @@ MORE_PLAIN_STEPS = 63
 """The same without a draft, and while it rests. A stage that computes steps of several answers goes on with the others
 while it waits to hear what comes behind an answer's last step."""
 
-MORE_STEPS_AMONG_OTHERS = 3
-"""The same for blocks to be verified where other answers are decoded too: a block that is too long is everybody's, and
-how long it should be follows from how many answers there are."""
+FEWEST_AMONG_OTHERS, STEADY_S = 3, 0.15
+"""Where other answers are decoded too a block that is too long is everybody's, and how long it should be follows from
+how many answers there are: no more steps with draft tokens follow than take so many seconds, but these few."""
 
 READ_TOKENS = 4096
 """Tokens of a prompt that are prepared for looking up draft tokens at a time, which takes 3 ms."""
@@ -59,7 +61,7 @@ class ChainAttempt:
     """One attempt. Iterate over `pieces`, then read `answer`.
 
     answer: None until it is complete. opened: whether the chain took the session. produced: whether tokens were added
-    to the answer.
+    to the answer. paused: whether it ended for a pause, and the next one goes on behind what the workers keep.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class ChainAttempt:
         prefix: PrefixRun | None,
         on_step: Callable[[StepTaken], None],
         looked_up_at: float,
+        pause: Pause,
     ) -> None:
         """prefix: has looked for the longest kept prefix, from the time `looked_up_at` on. on_step: called with every
-        answered step."""
+        answered step. pause: for which the attempt ends behind a step."""
         self._state, self._cluster, self._prefix, self._on_step = state, cluster, prefix, on_step
+        self._pause = pause
         self._request, self._looked_up_at = state.request, looked_up_at
         self._chunk = self._request.prefill_chunk or chunk_for(cluster.workers)
         draft = cluster.draft
@@ -84,10 +88,12 @@ class ChainAttempt:
         self._following = self._proposing = 0
         self._draft_tokens: tuple[int, ...] = ()
         """What the draft model proposes for the next step."""
+        self._step_s = math.inf
+        """How long the last decode step took."""
         self._unpromising = 0
         """How many tokens came since the last one behind which draft tokens that are looked up were worth it."""
         self._restored_at = self._run_at = self._prefilled_at = 0.0
-        self.opened = self.produced = False
+        self.opened = self.produced = self.paused = False
         self.answer: Answer | None = None
 
     async def pieces(self) -> AsyncGenerator[Piece]:
@@ -99,7 +105,7 @@ class ChainAttempt:
             events = session.events()
             async for piece in self._run(session, events):
                 yield piece
-            if self._prefix is not None:
+            if self._prefix is not None and not self.paused:
                 self._prefix.finish(session, events, tuple(self._sequence[: self._length]))
                 session = None
         finally:
@@ -133,18 +139,26 @@ class ChainAttempt:
         async for piece in self._prefill(session, events):
             self._prefilled_at = time.monotonic()
             yield piece
+        if self.paused:
+            return
         if state.token_ids:
             await self._replay(session, events)
             self._prefilled_at = self._prefilled_at or time.monotonic()
         state.prefill_s += self._prefilled_at - started
         while state.finish_reason is None:
+            if self._pause.asked and not self._following:
+                await self._hold(session, events)
+                return
             async for piece in self._decode_step(session, events):
                 yield piece
         if (piece_left := state.end()) is not None:
             yield piece_left
         hit = None if self._prefix is None else self._prefix.hit
         restored_ms = 0.0 if self._prefix is None else self._prefix.restored_ms
-        cached = Cached() if hit is None else Cached(hit.length, hit.source, hit.load_ms + restored_ms)
+        cached = Cached()
+        if hit is not None:
+            restored = min(hit.length, len(self._request.prompt_ids))
+            cached = Cached(restored, hit.source, hit.load_ms + restored_ms)
         self.answer = state.answer(session.stages, cached)
 
     def _note_phases(self) -> None:
@@ -164,10 +178,21 @@ class ChainAttempt:
         if restore is not None:
             await session.restore_snapshot(restore)
             self._length = restore.length
+        if state.token_ids and self._length >= len(prompt):
+            return
         # Where the whole prompt was restored there is nothing to compute: its logits give the first token.
-        steps = chunks(len(prompt), points, self._chunk, self._length) or [(len(prompt), len(prompt))]
+        chunk, speculation = self._chunk, state.speculation
+        if self._request.prefill_chunk is None and speculation.block_size == 1 and speculation.costs.shared:
+            chunk = chunk_beside_others(self._cluster.workers, len(prompt))
+        steps = chunks(len(prompt), points, chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered, answered, propose = 0, self._length, 0
         for first, end in steps:
+            if self._pause.asked:
+                for _ in range(unanswered):
+                    answered = await self._computed(events, answered)
+                self._length = answered
+                await self._hold(session, events)
+                return
             last = end == len(prompt)
             kind = StepKind.PREFILL if not last else StepKind.DECODE if first < end else StepKind.RESUME
             if last and not state.token_ids:
@@ -190,6 +215,13 @@ class ChainAttempt:
             yield self._add(commit)
             if state.finish_reason is None:
                 self._draft_tokens = await self._proposal(events, propose)
+
+    async def _computed(self, events: AsyncIterator[Event], answered: int) -> int:
+        """Wait for the answer to a step of the prompt, the first `answered` tokens of which are computed by then.
+        Returns how many of them are with it."""
+        commit = await self._commit(events)
+        self._report(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
+        return commit.length
 
     async def _read_prompt(self, end: int) -> None:
         """Have what looks up draft tokens know the prompt up to there, while the workers compute."""
@@ -224,7 +256,12 @@ class ChainAttempt:
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         state = self._state
         draft_tokens = self._draft_tokens[: state.remaining - 1]
-        looked_up = () if self._following else self._looked_up()
+        looked_up = self._looked_up()
+        if looked_up:
+            self._unpromising = 0
+        if self._following:
+            # Steps that follow by themselves verify nothing that was looked up.
+            looked_up = ()
         draft_tokens = looked_up or draft_tokens
         kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
         rows = (state.token_ids[-1], *draft_tokens)
@@ -252,31 +289,43 @@ class ChainAttempt:
         if state.finish_reason is None:
             self._draft_tokens = await self._proposal(events, propose)
         elapsed_ns = time.monotonic_ns() - sent_ns
+        self._step_s = max(1e-9, elapsed_ns / 1e9)
         drafted_ns = state.times.draft_ns - drafted_ns
         batch = batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None
         state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch, looked_up=bool(looked_up))
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns)
 
+    async def _hold(self, session: StageSession, events: AsyncIterator[Event]) -> None:
+        """End the attempt for a pause, with the state kept from which the next one goes on; what scores a prompt cannot
+        go on from one."""
+        self.paused = True
+        if self._prefix is None or self._request.prompt_logprobs is not None or not self._length:
+            return
+        await self._keep(session, self._length)
+        while self._prefix.saving:
+            await self._take(events)
+
     def _more(self, draft_tokens: int, propose: int) -> int:
         """Return how many steps may follow by themselves behind one with so many draft tokens, which asks for others.
 
-        They are of its kind and all lie within the answer; there are none where a text may end it.
+        They are of its kind; there are none where a text may end the answer, whose length the workers know.
         """
         speculation = self._state.speculation
-        if self._request.stop_strings or bool(draft_tokens) != bool(propose):
+        if self._request.stop_strings or bool(draft_tokens) != bool(propose) or self._pause.asked:
             return 0
         steady = speculation.steady_steps
         if propose:
-            most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared else MORE_STEPS
+            most = MORE_STEPS
+            if speculation.costs.shared:
+                most = min(most, max(FEWEST_AMONG_OTHERS, int(STEADY_S / self._step_s)))
         else:
             most = MORE_STEPS if speculation.block_size > 1 and steady is None else MORE_PLAIN_STEPS
         if steady is not None:
             most = min(most, steady - 1)
         if self._state.lookup is not None:
-            # Steps that follow by themselves verify nothing that was looked up: the longer that was of no use, the more
-            # of them there may be.
+            # The longer looking up was of no use, the more steps may follow that verify nothing that was looked up.
             most = min(most, int(self._unpromising / speculation.expected_tokens))
-        return max(0, min(most, self._state.remaining // (max(draft_tokens, propose) + 1) - 1))
+        return max(0, most)
 
     def _looked_up(self) -> tuple[int, ...]:
         """Return draft tokens for the next step that were looked up in the text, where they are worth more than those
@@ -307,9 +356,8 @@ class ChainAttempt:
         self._sequence += commit.token_ids
         if self._state.lookup is not None:
             self._state.lookup.follow(commit.token_ids)
-        piece = self._state.add(commit)
-        self._unpromising = 0 if self._looked_up() else self._unpromising + len(commit.token_ids)
-        return piece
+        self._unpromising += len(commit.token_ids)
+        return self._state.add(commit)
 
     # --- events
 
@@ -335,15 +383,21 @@ class ChainAttempt:
         return event.token_ids
 
     async def _next(self, events: AsyncIterator[Event]) -> Event:
-        """Return the next event but for those of snapshots. A lost draft is noted; any other failure is raised."""
+        """Return the next event but for those of snapshots. Errors as in `_take`."""
+        while isinstance(event := await self._take(events), SnapshotSaved | SnapshotRestored):
+            pass
+        return event
+
+    async def _take(self, events: AsyncIterator[Event]) -> Event:
+        """Return the next event. What says of a snapshot is noted, and so is a lost draft; any other failure is
+        raised."""
         event = await anext(events, None)
-        while isinstance(event, SnapshotSaved | SnapshotRestored):
+        if isinstance(event, SnapshotSaved | SnapshotRestored):
             if self._prefix is not None:
                 self._prefix.record(event)
             if isinstance(event, SnapshotRestored):
                 self._restored_at = time.monotonic()
                 self._state.phases.append(Phase("restore", self._looked_up_at, self._restored_at))
-            event = await anext(events, None)
         if event is None:
             raise InternalError("stage 0 ended the session without a reason")
         if isinstance(event, Failure):

@@ -108,7 +108,7 @@ class Engine:
         self._draining, self._resume_timeout_s = False, resume_timeout_s
         self.listeners: list[Callable[[FinishedRequest], None]] = []
         self.step_listeners: list[Callable[[StepTaken], None]] = []
-        self._idle, self._open = asyncio.Event(), asyncio.Event()
+        self._idle, self._open, self._pausing = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._idle.set()
         self._open.set()
 
@@ -271,6 +271,18 @@ class Engine:
             yield
         finally:
             self._open.set()
+
+    @contextlib.asynccontextmanager
+    async def paused(self, timeout_s: float) -> AsyncIterator[int]:
+        """Have all answers wait within the context, behind their next steps, and requests that come. Gives how many go
+        on nevertheless, as `Pause.held` does."""
+        async with self._pausing:
+            self._open.clear()
+            try:
+                async with self._room.pause.held(timeout_s) as going_on:
+                    yield going_on
+            finally:
+                self._open.set()
 
     async def drain(self, seconds: float) -> bool:
         """Take no new request and wait for the others; return whether all of them ended in time."""

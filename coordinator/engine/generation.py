@@ -15,6 +15,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState
 from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.chain_attempt import ChainAttempt
+from coordinator.engine.pause import Pause
 from coordinator.engine.prompt_lookup import PromptLookup
 from coordinator.engine.request_checks import check_request
 from coordinator.engine.room import Place
@@ -70,6 +71,7 @@ class Generation:
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._prefixes, self._on_step = cluster, request, prefixes, on_step
         self._resume_timeout_s, self._place = resume_timeout_s, place
+        self._pause = Pause() if place is None else place.pause
         self._state = AnswerState(request, tokenizer)
         if prompt_lookup and request.speculate:
             self._state.lookup = PromptLookup()
@@ -107,13 +109,18 @@ class Generation:
         """Yield the answer piece by piece, by as many attempts as it takes."""
         looked_up_at = await self._look_up()
         while self.answer is None:
-            attempt = ChainAttempt(self._state, self._cluster, self._prefix, self._step_taken, looked_up_at)
+            attempt = ChainAttempt(
+                self._state, self._cluster, self._prefix, self._step_taken, looked_up_at, self._pause
+            )
             try:
-                async with contextlib.aclosing(attempt.pieces()) as pieces:
+                async with self._pause.running(), contextlib.aclosing(attempt.pieces()) as pieces:
                     async for piece in pieces:
                         self._note_progress(attempt)
                         yield piece
                 self.answer = attempt.answer
+                if attempt.paused:
+                    await self._wait_for_pause()
+                    looked_up_at = await self._look_up()
             except FlashsplitError as error:
                 if isinstance(error, NotFound) and self._begins_cold(attempt):
                     continue
@@ -130,15 +137,30 @@ class Generation:
             self._state.speculation.lose_draft("its worker is gone")
 
     async def _look_up(self) -> float:
-        """Look for the longest kept prefix, unless the prompt is scored, for which it is computed from its first token
-        on. Returns when the look-up began."""
-        began, request = time.monotonic(), self._request
-        if self._prefixes is not None:
-            with_draft = self._state.speculation.block_size > 1
-            self._prefix = PrefixRun(self._prefixes, request.prompt_ids, request.boundaries, with_draft=with_draft)
+        """Look for the longest kept prefix of the prompt and the answer so far, unless the prompt is scored, for which
+        it is computed from its first token on. Returns when the look-up began."""
+        began, request, state = time.monotonic(), self._request, self._state
+        goes_on, is_known = self._prefix is not None, False
+        self._note_lost_draft()
+        while self._prefixes is not None and not is_known:
+            with_draft = state.speculation.block_size > 1
+            # The next step begins with the last token.
+            told = tuple(state.token_ids[:-1])
+            self._prefix = PrefixRun(
+                self._prefixes, request.prompt_ids, request.boundaries, with_draft=with_draft, told=told
+            )
             if request.prompt_logprobs is None:
-                await self._prefix.begin()
+                await self._prefix.begin(least_tokens=1 if goes_on else None)
+            # Where it was lost meanwhile the last stage would call it for seconds.
+            is_known = not self._note_lost_draft()
         return began
+
+    def _note_lost_draft(self) -> bool:
+        """Go on without the draft where its worker is lost, and return whether that is new."""
+        is_lost = self._state.speculation.block_size > 1 and self._cluster.draft is None
+        if is_lost:
+            self._state.speculation.lose_draft("its worker is gone")
+        return is_lost
 
     def _begins_cold(self, attempt: ChainAttempt) -> bool:
         """Return whether to begin at the first token, because a worker no longer keeps the prefix to be restored."""
@@ -147,6 +169,12 @@ class Generation:
         self._prefix.forget_hit()
         self._state.phases.clear()
         return True
+
+    async def _wait_for_pause(self) -> None:
+        """Wait until the pause is over in which the answer was held."""
+        began = time.monotonic()
+        await self._pause.over()
+        self._state.phases.append(Phase("paused", began, time.monotonic()))
 
     # --- memory that ends
 
@@ -190,7 +218,6 @@ class Generation:
         names = {"request_id": self._request.request_id, "tokens": self.completion_tokens}
         if attempt.opened:
             log.warning("request.paused", why=error.message, **names)
-        draft_was_there = self._state.speculation.block_size > 1
         # A chain that is whole by then was lost by this session alone, or is whole again.
         while time.monotonic() - now <= _NOTICED_S and self._cluster.alive:
             await asyncio.sleep(_LOOK_S)
@@ -203,8 +230,6 @@ class Generation:
             self._resumptions += 1
             self._state.resumed += 1
             log.warning("request.resumed", after_s=round(time.monotonic() - self._lost_at, 3), **names)
-        if draft_was_there and self._cluster.draft is None:
-            self._state.speculation.lose_draft("its worker is gone")
 
 
 async def generate(
@@ -215,10 +240,11 @@ async def generate(
     prefixes: PrefixCache | None = None,
     *,
     prompt_lookup: bool = False,
+    on_step: Callable[[StepTaken], None] = lambda step: None,
 ) -> Answer:
     """Return the whole answer; `show` gets its pieces as they come. prompt_lookup: whether draft tokens are looked up
-    in the text too. Raises what `Generation` raises."""
-    generation = Generation(cluster, request, tokenizer, prefixes, prompt_lookup=prompt_lookup)
+    in the text too. on_step: called with every answered step. Raises what `Generation` raises."""
+    generation = Generation(cluster, request, tokenizer, prefixes, on_step, prompt_lookup=prompt_lookup)
     async for piece in generation.pieces():
         show(piece)
     assert generation.answer is not None

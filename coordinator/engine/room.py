@@ -10,15 +10,18 @@ import asyncio
 import contextlib
 from collections import deque
 
+from coordinator.engine.pause import Pause
+
 GIVE_WAY_S = 2.0
 """How long an answer waits for the youngest one to give way, which does so behind its next step; one whose client does
 not read has none."""
 
 
 class Room:
-    """The answers that run, and those of them that are set aside."""
+    """The answers that run, and those of them that are set aside. pause: of all of them at once."""
 
     def __init__(self) -> None:
+        self.pause = Pause()
         self._running: list[Place] = []
         """In the order in which they came."""
         self._entering: deque[asyncio.Future[None]] = deque()
@@ -104,11 +107,12 @@ class Place:
 
     called: done when it is called back; None while it is not set aside. was_alone: it has found no memory while no
     other answer went on, and has no new token since. is_asked: whether it is to be set aside behind its next step, for
-    those that wait in given_way. is_back: whether it was set aside, and has no new token since.
+    those that wait in given_way. is_back: whether it was set aside, and has no new token since. pause: of all answers
+    at once.
     """
 
     def __init__(self, room: Room) -> None:
-        self._room = room
+        self._room, self.pause = room, room.pause
         self.was_alone = self.is_asked = self.is_back = False
         self.called: asyncio.Future[None] | None = None
         self.given_way: list[asyncio.Future[None]] = []

@@ -20,6 +20,7 @@ _WORKER_FLAGS = ("threads", "prefix-cache-bytes", "gpu-memory-utilization", "wor
 _UNRENDERED = {
     "api-key": "a key would stand in a ConfigMap: write api-key-file and put the keys into the Secret api-keys",
     "ssl-ca-certs": "probes have no certificate to show: leave it out, and check clients' in the gateway before",
+    "ssl-crlfile": "pods ask clients for no certificate: leave it out, and check clients' in the gateway before",
     "insecure": "the pods listen for the whole cluster: leave it out; the Service speaks TLS, and ca.crt of the Secret "
     "server-tls is for who calls it",
 }
@@ -55,7 +56,9 @@ def serve_flags(file: ServeFile, pods: ClusterPods, workers: tuple[PodWorker, ..
         "tls-key": f"{TLS}/tls.key",
         "tls-ca": f"{TLS}/ca.crt",
     }
-    flags.pop("tls-server-name", None)
+    # Of the authority of bare hosts.
+    for name in ("tls-server-name", "tls-crl"):
+        flags.pop(name, None)
     return flags | ({"cluster-token-file": TOKEN} if has_token(file) else {})
 
 

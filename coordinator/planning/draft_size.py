@@ -22,7 +22,8 @@ class DraftSize:
 
     weight_bytes: as packed as it is stored. cpu_bytes: on a CPU, which unpacks some packed matrices, and holds those of
     keys and values twice. packed: whether any matrix is packed. item_bytes: of one of its elements. capture_bytes: the
-    columns of `fc` for one captured block, which each stage keeps for the blocks that it captures.
+    columns of `fc` for one captured block, which each stage keeps for the blocks that it captures. chooser_bytes: of
+    weight_bytes, those of what chooses tokens, which are where logits are made.
     """
 
     config: DraftConfig
@@ -31,6 +32,7 @@ class DraftSize:
     packed: bool
     item_bytes: int
     capture_bytes: int
+    chooser_bytes: int = 0
 
     @property
     def hidden_size(self) -> int:
@@ -89,6 +91,7 @@ def read_draft_size(
     weight_bytes, cpu_bytes = (
         draft_bytes(names, headers, chosen, draft.is_multiplied_apart, on_cpu=on_cpu) for on_cpu in (False, True)
     )
+    of_chooser = {name: names[name] for name in config.chooser_shapes}
     return DraftSize(
         config=config,
         weight_bytes=weight_bytes,
@@ -96,4 +99,5 @@ def read_draft_size(
         packed=any(headers[stored].packed is not None for stored in names.values()),
         item_bytes=ITEM_BYTES[chosen],
         capture_bytes=config.hidden_size * config.hidden_size * ITEM_BYTES[target.dtype],
+        chooser_bytes=draft_bytes(of_chooser, headers, chosen, draft.is_multiplied_apart, on_cpu=False),
     )

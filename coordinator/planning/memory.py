@@ -90,6 +90,9 @@ def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here
                 weights += draft.weight_bytes
                 on_cpu += draft.cpu_bytes
                 holds_draft = True
+            elif last:
+                weights += _chooser_beside_head(models)
+                on_cpu += _chooser_beside_head(models)
         shares.append(Share(run, weights, on_cpu, holds_draft, captures))
     return shares
 
@@ -99,9 +102,19 @@ def draft_share(models: Models) -> Share:
     target, draft = models.target, models.draft
     assert draft is not None
     if models.head_place is not HeadPlace.LOADED or draft.config.draft_vocab_size is not None:
-        return Share(None, draft.weight_bytes, draft.cpu_bytes, True)
+        elsewhere = _chooser_beside_head(models)
+        return Share(None, draft.weight_bytes - elsewhere, draft.cpu_bytes - elsewhere, True)
     head, head_on_cpu = (target.draft_head_bytes(draft.item_bytes, on_cpu=on_cpu) for on_cpu in (False, True))
     return Share(None, draft.weight_bytes + head, draft.cpu_bytes + head_on_cpu, True)
+
+
+def _chooser_beside_head(models: Models) -> int:
+    """Return the bytes of what chooses a draft's tokens that the last stage holds for a draft with a worker of its own:
+    where its hidden rows go to the target's lm_head."""
+    draft = models.draft
+    assert draft is not None
+    projected = models.head_place is HeadPlace.PROJECTED and draft.config.draft_vocab_size is None
+    return draft.chooser_bytes if projected else 0
 
 
 def cache_bytes(models: Models, share: Share, length: int, sessions: int) -> int:

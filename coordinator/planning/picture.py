@@ -39,8 +39,9 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         yield Text(f"\nSessions that find memory for keys and values at once: {counts}.", style="bold")
     yield Text("")
     yield _edges(report)
-    if report.draft_reason is not None:
-        yield Text(f"\nThe draft is {report.draft_reason}.")
+    if report.draft_reason is not None and report.models.draft is not None:
+        layout = report.models.draft.config.layout
+        yield Text(f"\nThe draft is {report.draft_reason}. It is a {layout} draft.")
     if report.forecast is not None:
         yield Text("")
         yield _speeds(report)

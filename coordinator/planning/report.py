@@ -201,6 +201,8 @@ def draft_reason(models: Models, plan: Plan) -> str | None:
         cost = f"it loads the target's lm_head, {head} more (--draft-head projected leaves that out)"
     else:
         cost = "its hidden rows go back to the last stage to be projected, which saves " + head
+        if draft.chooser_bytes:
+            cost += f" here, and has the {format_size(draft.chooser_bytes)} there by which its tokens are chosen"
     return (
         f"on {plan.draft}, as --draft-device says: {cost}, and {row} of features a row travel there from stage {last}; "
         "without --draft-device it sits beside that stage and neither is needed"
@@ -264,7 +266,12 @@ def as_json(report: Report) -> dict[str, object]:
         ],
         "draft": None
         if draft is None
-        else {"weight_bytes": draft.weight_bytes, "block_size": draft.block_size, "reason": report.draft_reason},
+        else {
+            "layout": draft.config.layout,
+            "weight_bytes": draft.weight_bytes,
+            "block_size": draft.block_size,
+            "reason": report.draft_reason,
+        },
         "measured": [
             {
                 "worker": str(worker.place),

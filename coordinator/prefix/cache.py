@@ -18,13 +18,14 @@ from typing import Any
 import structlog
 
 from coordinator.cluster.cluster import Cluster, SnapshotPlace
+from coordinator.cluster.successor import Successor
 from coordinator.prefix.disk.disk_cache import DiskCache, DiskEntry, PartSource
 from coordinator.prefix.index import Entry, PrefixIndex
 from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import DataLoss, FlashsplitError, NotFound
 from services.layers import LayerRange
-from services.messages.snapshots import SnapshotFrame
+from services.messages.snapshots import SnapshotFrame, SnapshotOwner
 from services.messages.steps import SnapshotPart, SnapshotSaved
 from services.rpc.stage import StageSession
 
@@ -87,6 +88,8 @@ class PrefixCache:
         self._arrivals: weakref.WeakSet[Arrival] = weakref.WeakSet()
         # What workers are being told to free, by the tasks that tell them.
         self._frees: dict[asyncio.Task[None], frozenset[str]] = {}
+        self._heirs: dict[tuple[str, int], tuple[str, int]] = {}
+        """Of workers whose places others take, with all that they keep: address and process of either."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._loading = asyncio.Lock()
@@ -128,8 +131,13 @@ class PrefixCache:
 
     # --- finding
 
-    async def find(self, token_ids: tuple[int, ...], *, with_draft: bool) -> Hit | None:
-        """Return the longest kept prefix, None without one; one that is only on disk is brought into memory first."""
+    async def find(
+        self, token_ids: tuple[int, ...], *, with_draft: bool, least_tokens: int | None = None
+    ) -> Hit | None:
+        """Return the longest kept prefix, None without one; one that is only on disk is brought into memory first.
+
+        least_tokens: the shortest in memory that is taken; None for that of the policy.
+        """
         lineage = self.lineage(with_draft=with_draft)
         index = self._index(lineage)
         match = index.find(token_ids)
@@ -151,7 +159,7 @@ class PrefixCache:
                     match = index.find(token_ids)
                     break
                 return Hit(loaded, len(loaded.token_ids), "disk", (time.monotonic() - started) * 1e3)
-        if match is None or match.length < self.policy.min_tokens:
+        if match is None or match.length < (self.policy.min_tokens if least_tokens is None else least_tokens):
             return None
         return Hit(match.entry, match.length, "memory")
 
@@ -339,7 +347,7 @@ class PrefixCache:
         another, and is freed."""
         keepers = self._keepers(with_draft=lineage.draft is not None)
         known, index = self._indices.get(lineage.key, (keepers, PrefixIndex()))
-        if known != keepers:
+        if keepers not in (known, self._inherited(known)):
             self._free([*index.snapshot_ids])
             index = PrefixIndex()
         self._indices[lineage.key] = keepers, index
@@ -353,6 +361,55 @@ class PrefixCache:
             processes.append(cluster.draft_worker.process_id)
         places = cluster.snapshot_places(with_draft=with_draft)
         return tuple((place.address, place.layers, process) for place, process in zip(places, processes, strict=False))
+
+    def _inherited(self, keepers: Keepers) -> Keepers:
+        """Return these workers, with the heirs of those that have one."""
+        found = []
+        for address, layers, process in keepers:
+            heir_address, heir_process = self._heirs.get((address, process), (address, process))
+            found.append((heir_address, layers, heir_process))
+        return tuple(found)
+
+    # --- handing over
+
+    async def copy(self, successor: Successor, copied: set[tuple[SnapshotOwner, str]]) -> None:
+        """Copy all that a worker keeps of prefixes to the one that is about to take its place, but for what is copied
+        already; what cannot be copied is forgotten."""
+        gone = successor.gone.address, successor.gone_process_id
+        for keepers, index in [*self._indices.values()]:
+            owners = [
+                SnapshotOwner.DRAFT if layers is None else SnapshotOwner.STAGE
+                for address, layers, process in keepers
+                if (address, process) == gone
+            ]
+            # Each behind what it builds on.
+            for snapshot_id in index.snapshot_ids:
+                for owner in owners:
+                    entry = index.get(snapshot_id)
+                    if entry is None or (owner, snapshot_id) in copied:
+                        continue
+                    try:
+                        await self._copy_part(entry, owner, successor)
+                    except FlashsplitError as error:
+                        log.info("prefix.not_copied", slot=snapshot_id[:12], why=error.message)
+                        self.drop([snapshot_id])
+                    else:
+                        copied.add((owner, snapshot_id))
+
+    async def _copy_part(self, entry: Entry, owner: SnapshotOwner, successor: Successor) -> None:
+        source = await self._cluster.snapshots(successor.gone.address)
+        target = await self._cluster.snapshots(successor.member.address)
+        parent = entry.parent
+        first, parent_id = (0, None) if parent is None else (len(parent.token_ids), parent.snapshot_id)
+        frames = source.export_snapshot(owner, entry.snapshot_id, first, parent_id)
+        async with contextlib.aclosing(frames):
+            imported = await target.import_snapshot(frames)
+        self.drop(imported.evicted_ids)
+
+    def let_inherit(self, successor: Successor) -> None:
+        """Have prefixes stay whole when a worker's place is taken by the one to which they were copied."""
+        gone = successor.gone.address, successor.gone_process_id
+        self._heirs = {gone: (successor.member.address, successor.process_id)}
 
     def _trimmable(self, lineage: Lineage) -> bool:
         targets = [worker.target for worker in self._cluster.workers]

@@ -21,13 +21,21 @@ log = structlog.get_logger()
 class PrefixRun:
     """One request's use of the prefix cache; call `begin` first.
 
-    boundaries: where turns of the prompt begin, ascending. The attribute `points` holds the positions of the prompt
-    whose state should be saved, `hit` the state that the request begins from, and `restored_ms` how long all workers
-    together took to restore it.
+    boundaries: where turns of the prompt begin, ascending. told: the tokens behind the prompt that the request has by
+    now. The attribute `points` holds the positions of the prompt whose state should be saved, `hit` the state that the
+    request begins from, and `restored_ms` how long all workers together took to restore it.
     """
 
-    def __init__(self, cache: PrefixCache, prompt: tuple[int, ...], boundaries: tuple[int, ...], *, with_draft: bool):
-        self._cache, self._prompt, self._with_draft = cache, prompt, with_draft
+    def __init__(
+        self,
+        cache: PrefixCache,
+        prompt: tuple[int, ...],
+        boundaries: tuple[int, ...],
+        *,
+        with_draft: bool,
+        told: tuple[int, ...] = (),
+    ):
+        self._cache, self._known, self._with_draft = cache, prompt + told, with_draft
         self._lineage = cache.lineage(with_draft=with_draft)
         self.points = save_points(len(prompt), boundaries, cache.policy)
         self.hit: Hit | None = None
@@ -40,9 +48,10 @@ class PrefixRun:
         # a worker that has them nothing.
         self._index_is_stale = False
 
-    async def begin(self) -> None:
-        """Look for the longest prefix that is kept, in memory or on disk."""
-        self.hit = await self._cache.find(self._prompt, with_draft=self._with_draft)
+    async def begin(self, least_tokens: int | None = None) -> None:
+        """Look for the longest prefix that is kept, in memory or on disk. least_tokens: the shortest that is taken;
+        None for the shortest that the policy finds worth it."""
+        self.hit = await self._cache.find(self._known, with_draft=self._with_draft, least_tokens=least_tokens)
         if self.hit is not None:
             self._last = deepest_ancestor(self.hit.entry, self.hit.length)
             self._last_length = self.hit.length
@@ -61,7 +70,12 @@ class PrefixRun:
         if self.hit is None:
             return None
         length = self.hit.length
-        return SnapshotRestore(self.hit.entry.snapshot_id, length, self._prompt[:length])
+        return SnapshotRestore(self.hit.entry.snapshot_id, length, self._known[:length])
+
+    @property
+    def saving(self) -> bool:
+        """Whether the workers have not said yet whether they keep what they were told to."""
+        return bool(self._saving)
 
     async def save(self, token_ids: tuple[int, ...]) -> SnapshotSave | None:
         """Return how to keep the session's present state, that behind these tokens; None where it is kept already."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
 from types import TracebackType
 
 from coordinator.engine.engine import Engine
 from coordinator.status import report
-from coordinator.status.batches import RecentBatches
 from coordinator.status.figures import Figures
+from coordinator.status.recent import RECENT_S, RecentWork
 from coordinator.status.rolling import KEPT_S, Sums
 from coordinator.status.worker_poll import PolledWorker, WorkerPoll
 
-LOAD_S = 5
-"""Load and rates are means over so many seconds."""
+RATE_S = 5
+"""Rates are means over so many seconds."""
 
 
 class Board:
@@ -24,22 +25,34 @@ class Board:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.figures, self._poll = engine, Figures(engine), WorkerPoll(engine)
-        self._batches: dict[str, RecentBatches] = {}
+        self._recent: dict[str, RecentWork] = {}
+        self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Board:
+        self._watching = asyncio.ensure_future(self._watch())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         await self._poll.close()
+
+    async def _watch(self) -> None:
+        """Ask the workers now and then, so that there is always something to compare with."""
+        while True:
+            for worker in await self._poll.ask():
+                self._work_of(worker)
+            await asyncio.sleep(RECENT_S)
 
     async def status(self) -> report.Status:
         """Return the present state, as soon as the workers have answered or their time is over."""
         workers = await self._poll.ask()
         engine, figures = self._engine, self.figures
         target, load, totals = engine.cluster.target, engine.load, figures.totals
-        recent, seconds = figures.rolling.last(LOAD_S)
+        recent, seconds = figures.rolling.last(RATE_S)
         return report.Status(
             model=engine.name,
             aliases=list(engine.aliases),
@@ -95,10 +108,7 @@ class Board:
     def _worker(self, worker: PolledWorker) -> report.WorkerStatus:
         description, index, rolling = worker.description, worker.stage, self.figures.rolling
         target = description.target if index is not None else None
-        recent, seconds = rolling.last(LOAD_S)
-        computed_ns = recent.computed_ns[index] if index is not None else 0
-        if worker.draft:
-            computed_ns += recent.draft_ns
+        load, batches = self._work_of(worker)
         return report.WorkerStatus(
             name=worker.name,
             address=worker.address,
@@ -126,9 +136,9 @@ class Board:
                 pool_used_bytes=sum(device.pool_used_bytes for device in description.devices),
             ),
             sessions=description.open_sessions,
-            load=_share(computed_ns / 1e9, seconds),
+            load=round(load, 3),
             shares=shares_of(rolling.last(KEPT_S)[0], index, draft=worker.draft),
-            batches=self._recent_batches(worker),
+            batches=None if index is None else batches,
             versions=report.Versions(
                 flashsplit=description.flashsplit_version,
                 torch=description.torch_version,
@@ -136,16 +146,13 @@ class Board:
             ),
         )
 
-    def _recent_batches(self, worker: PolledWorker) -> report.Batches | None:
-        counts = worker.description.batches
-        if worker.stage is None or counts is None:
-            return None
-        return self._batches.setdefault(worker.name, RecentBatches()).since_before(counts)
+    def _work_of(self, worker: PolledWorker) -> tuple[float, report.Batches | None]:
+        return self._recent.setdefault(worker.name, RecentWork()).add(worker.description)
 
     def _edges(self) -> list[report.EdgeStatus]:
         """Return the connections down the chain, and the one to the draft where it has a worker of its own."""
         cluster, rolling = self._engine.cluster, self.figures.rolling
-        (recent, seconds), (minute, _) = rolling.last(LOAD_S), rolling.last(KEPT_S)
+        (recent, seconds), (minute, _) = rolling.last(RATE_S), rolling.last(KEPT_S)
         stages = [f"stage {index}" for index in range(len(cluster.workers))]
         sources, ends = ["coordinator", *stages], list(stages)
         if cluster.draft_address is not None:

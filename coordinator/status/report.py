@@ -7,6 +7,24 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+DRAIN_PATH = "/v1/drain"
+"""Where a running server is asked to have another worker take one's place."""
+
+
+class Drained(BaseModel):
+    """What /v1/drain came to.
+
+    worker: what the worker was called. to: where the one is that has its place. prefixes: how many kept prefixes were
+    copied, those of answers that ran among them. paused_ms: how long answers waited. computed_anew: how many came to no
+    end of a step in time, and are computed anew where they have come to.
+    """
+
+    worker: str
+    to: str
+    prefixes: int
+    paused_ms: float
+    computed_anew: int
+
 
 class DeviceStatus(BaseModel):
     """Sizes are 0 where the system doesn't say."""
@@ -65,7 +83,7 @@ class WorkerStatus(BaseModel):
     """One worker. error: why it could not be asked now; then the rest is what it said last.
 
     name: "stage 0", "draft" or "prefill drafter". layers: of the target. draft: whether the draft is here. load: share
-    of the last seconds in which it computed for requests. shares: null where no decode step ran. batches: null where no
+    of the last seconds in which its devices had work. shares: null where no decode step ran. batches: null where no
     step ran lately, and for other workers than stages.
     """
 

@@ -20,13 +20,12 @@ KEPT_S = 60
 class Sums:
     """Sums over some steps. Times are in nanoseconds, lists have one entry a stage; sent_bytes is as in StepTaken.
 
-    computed_ns: the forward passes of all steps. The other times are those of decode steps only, because prefill chunks
-    overlap: step_ns is all of it, of which forward_ns, wire_ns and draft_ns. prefilled: the rows of prefill steps.
+    Times are those of decode steps only, because prefill chunks overlap: step_ns is all of it, of which forward_ns,
+    wire_ns and draft_ns. prefilled: the rows of prefill steps.
     produced: the tokens of decode steps. verifies, offered, accepted: how many verify steps there were, and how many
     draft tokens they offered and accepted.
     """
 
-    computed_ns: list[int]
     forward_ns: list[int]
     wire_ns: list[int]
     sent_bytes: list[int]
@@ -45,12 +44,10 @@ class Sums:
     def zero(cls, stages: int, block_rows: int) -> Sums:
         """Return the sums over no steps, for a chain of so many stages and blocks of so many rows."""
         zeros = [0] * stages
-        return cls(zeros.copy(), zeros.copy(), zeros.copy(), [0] * (stages + 1), kept=[0] * block_rows)
+        return cls(zeros.copy(), zeros.copy(), [0] * (stages + 1), kept=[0] * block_rows)
 
     def add(self, step: StepTaken) -> None:
         """Add a step."""
-        for index, stage in enumerate(step.stages):
-            self.computed_ns[index] += stage.forward_ns
         for index, size in enumerate(step.sent_bytes):
             self.sent_bytes[index] += size
         if step.kind is StepKind.PREFILL:

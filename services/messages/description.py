@@ -230,6 +230,8 @@ class WorkerDescription:
     drafter: DrafterDescription | None = None
     session_bytes: int = 0
     batches: BatchCounts | None = None
+    busy_ns: int = 0
+    counted_ns: int = 0
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
 
@@ -298,6 +300,8 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
         snapshot_bytes=worker.snapshot_bytes,
         snapshot_budget_bytes=worker.snapshot_budget_bytes,
         session_bytes=worker.session_bytes,
+        busy_ns=worker.busy_ns,
+        counted_ns=worker.counted_ns,
     )
     for device in worker.devices:
         message.devices.add(
@@ -391,6 +395,8 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
         drafter=_drafter_from_message(message.drafter) if message.HasField("drafter") else None,
         session_bytes=message.session_bytes,
         batches=_batches_from_message(message.batches) if message.HasField("batches") else None,
+        busy_ns=message.busy_ns,
+        counted_ns=message.counted_ns,
     )
 
 

@@ -88,6 +88,11 @@ class OpenSession:
     holder_id: str | None = None
 
 
+LONGEST_JOINING = 4096
+"""Up to this position chunks of prompts are computed by the kernels of steps, and so beside other sessions' rows: these
+read a session's keys once for 16 rows; further behind, plain torch's attention is faster."""
+
+
 class StepKind(StrEnum):
     """What a stage does with the rows of a step.
 

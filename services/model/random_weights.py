@@ -18,6 +18,7 @@ from services.model.families import read_model_config
 from services.model.gguf.blocks import BLOCK_TYPES, BlockType
 from services.model.quantization import Quantization, QuantizedTo
 from services.model.safetensors_header import DTYPE_CODES
+from services.model.stored_experts import is_of_expert
 from services.model.target_tensors import target_shapes
 from services.model.tensor_headers import PackedMatrix, TensorHeader
 
@@ -30,8 +31,11 @@ PACKING = "random_packing"
 Q4_K_M = "q4_k_m"
 """The mix of files of that name: Q6_K for the head, half of `down_proj` and half of `v_proj`, else Q4_K."""
 
+MXFP4_EXPERTS = "mxfp4_experts"
+"""What gpt-oss is published in: MXFP4 for routed experts alone."""
+
 PACKINGS = (Q4_K_M, "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs")
-"""Types of GGUF, and mixes of them."""
+"""Types of GGUF, and mixes of them, for shapes of any family."""
 
 _TYPES: Mapping[str, BlockType] = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 _PACKED_AS_USUAL = Quantization(QuantizedTo.INT8, ends=True)
@@ -70,13 +74,18 @@ def random_headers(config: Mapping[str, Any]) -> dict[str, TensorHeader]:
     packing = config.get(PACKING)
     if packing is None:
         return dense
-    if packing not in PACKINGS:
+    known = (*PACKINGS, MXFP4_EXPERTS)
+    if packing not in known:
         raise InvalidArgument(
-            f"config.json: {PACKING} {packing!r} is unknown: it must be one of {', '.join(PACKINGS)}", field=PACKING
+            f"config.json: {PACKING} {packing!r} is unknown: it must be one of {', '.join(known)}", field=PACKING
         )
     taken = _PACKED_AS_USUAL.headers(dense, Path(), PACKING)
+
+    def is_packed(name: str) -> bool:
+        return taken[name].packed is not None and (packing != MXFP4_EXPERTS or is_of_expert(name))
+
     return {
-        name: header if taken[name].packed is None else _packed(name, header, packing, tied=model.tied_head)
+        name: header if not is_packed(name) else _packed(name, header, packing, tied=model.tied_head)
         for name, header in dense.items()
     }
 
@@ -101,6 +110,8 @@ def _packed(name: str, header: TensorHeader, packing: str, *, tied: bool) -> Ten
 
 def _type_of(name: str, packing: str, *, tied: bool) -> str:
     """Return the type of a matrix, in lower case. tied: whether the embedding is lm_head."""
+    if packing == MXFP4_EXPERTS:
+        return "mxfp4"
     if packing != Q4_K_M:
         return packing
     if name.endswith("lm_head.weight") or (tied and name.endswith("embed_tokens.weight")):

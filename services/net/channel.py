@@ -16,7 +16,7 @@ from services.errors import Unavailable
 from services.messages.tensors import CHUNK_BYTES
 from services.net.checksums import CheckedChannel
 from services.net.cluster_token import TokenChannel
-from services.net.handshake import why_refused
+from services.net.handshake import is_trusted, why_refused
 from services.net.security import OPEN, Security
 
 MAX_MESSAGE_BYTES = 8 * CHUNK_BYTES
@@ -54,6 +54,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # A client that connects and sends nothing holds a socket this long.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+
+_TRUST_S = 0.1
+"""Between two looks at the certificate of a worker that is not there yet."""
 
 
 async def connect(address: str, *, timeout_s: float, security: Security = OPEN) -> grpc.aio.Channel:
@@ -99,6 +102,10 @@ async def _ready(channel: grpc.aio.Channel, address: str, security: Security) ->
 
     Raises Unavailable for what waiting does not mend: certificates that one side refuses, TLS on one side only.
     """
+    if security.tls is not None and security.tls.revocations and socket_path(address) is None:
+        # gRPC takes revoked certificates: no channel is made before the worker has shown another one.
+        while not await is_trusted(address, security.tls):
+            await asyncio.sleep(_TRUST_S)
     states = grpc.ChannelConnectivity
     while (state := channel.get_state(try_to_connect=True)) is not states.READY:
         if state is states.TRANSIENT_FAILURE and socket_path(address) is None:

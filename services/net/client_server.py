@@ -18,6 +18,7 @@ from services.net.client_tls import ClientTls
 from services.net.interceptors import RefuseGarbage
 from services.net.message_parts import BoundParts
 from services.net.reflection import enable_reflection
+from services.net.revocation import RefuseRevoked
 from services.net.server import Registration
 
 CheckKey = Callable[[str, str], None]
@@ -63,9 +64,10 @@ class ClientServer:
     def __init__(self, host: str, port: int, check_key: CheckKey, tls: ClientTls | None = None) -> None:
         self.address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--host")
         self._tls = tls
-        self._server = grpc.aio.server(
-            interceptors=[RequireKey(check_key), BoundParts(), RefuseGarbage()], options=_OPTIONS
-        )
+        interceptors = [RequireKey(check_key), BoundParts(), RefuseGarbage()]
+        if tls is not None:
+            interceptors.insert(0, RefuseRevoked(lambda: tls.revocations, lambda: self.address))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
 

@@ -1,6 +1,5 @@
-"""Finds out why a TLS handshake fails although somebody answers, as gRPC only tells that it did.
-
-It connects once more with Python's own TLS, which tells the reasons apart. It is used after a failure, never for data.
+"""Handshakes with Python's own TLS, for what gRPC does not tell: why one failed although somebody answers, and which
+certificate a worker shows. Never for data.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from socket import create_connection
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from services.net.tls import CA_FLAG, CERT_FLAG, KEY_FLAG, NAME_FLAG, Credentials, TlsFiles
+from services.errors import Unavailable
+from services.net.tls import CA_FLAG, CERT_FLAG, CRL_FLAG, KEY_FLAG, NAME_FLAG, Credentials, TlsFiles
 
 _ANSWER_S = 1.5
 _FLAGS = f"{CERT_FLAG}, {KEY_FLAG} and {CA_FLAG}"
@@ -27,6 +27,38 @@ async def why_refused(address: str, tls: Credentials | None) -> str | None:
     """
     files = None if tls is None else tls.files
     return await asyncio.to_thread(_ask, address, files)
+
+
+async def is_trusted(address: str, tls: Credentials) -> bool:
+    """Whether the worker at an address shows a certificate of the authority, for that address, that is not revoked;
+    False where it does not answer yet.
+
+    Raises Unavailable where it shows another one.
+    """
+    certificate = await asyncio.to_thread(_trusted_certificate, address, tls.files)
+    if certificate is None:
+        if (why := await why_refused(address, tls)) is not None:
+            raise Unavailable(why, reason="HANDSHAKE_FAILED", address=address)
+        return False
+    if certificate in tls.revocations:
+        raise Unavailable(
+            f"the worker at {address} shows a certificate that {CRL_FLAG} {tls.files.crl} has revoked, number "
+            f"{certificate.serial_number:x}: give it a new one",
+            reason="HANDSHAKE_FAILED",
+            address=address,
+        )
+    return True
+
+
+def _trusted_certificate(address: str, files: TlsFiles) -> x509.Certificate | None:
+    try:
+        with (
+            create_connection((_host(address), _port(address)), _ANSWER_S) as raw,
+            _context(files).wrap_socket(raw, server_hostname=files.server_name or _host(address)) as tls,
+        ):
+            return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
+    except (OSError, ValueError):
+        return None
 
 
 def _ask(address: str, files: TlsFiles | None) -> str | None:
@@ -52,10 +84,7 @@ def _plainly(address: str) -> str | None:
 
 def _with_certificates(address: str, files: TlsFiles) -> str | None:
     name = files.server_name or _host(address)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(files.ca)
-    context.hostname_checks_common_name = False
-    context.load_cert_chain(files.cert, files.key)
+    context = _context(files)
     try:
         # A server that accepts the client's certificate sends first. One that is just ending hangs up too, but once.
         first_byte = _shake_hands(address, context, name) or _shake_hands(address, context, name)
@@ -109,9 +138,18 @@ def _peer_certificate(address: str) -> x509.Certificate:
         return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
 
 
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    """Return what a channel's handshake is made with, for Python's own TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(files.ca)
+    context.hostname_checks_common_name = False
+    context.load_cert_chain(files.cert, files.key)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
 def _shake_hands(address: str, context: ssl.SSLContext, name: str) -> bytes:
     """Return the first byte that the server sends behind a handshake; none where it hangs up."""
-    context.set_alpn_protocols(["h2"])
     with (
         create_connection((_host(address), _port(address)), _ANSWER_S) as raw,
         context.wrap_socket(raw, server_hostname=name) as tls,

@@ -20,6 +20,7 @@ from services.net.cluster_token import RequireToken
 from services.net.health_port import HealthPort
 from services.net.interceptors import RefuseGarbage
 from services.net.reflection import enable_reflection
+from services.net.revocation import RefuseRevoked
 from services.net.security import OPEN, Security
 
 Registration = Callable[[grpc.aio.Server], str]
@@ -45,9 +46,13 @@ class Server:
         self.address = self._requested
         tcp = socket_path(self._requested) is None
         self._credentials = security.tls.for_server() if tcp and security.tls is not None else None
-        interceptors = [] if security.token is None else [RequireToken(security.token, lambda: self.address)]
-        refuse = RefuseGarbage(lambda: self.address, require_checksums=tcp)
-        self._server = grpc.aio.server(interceptors=[*interceptors, refuse], options=SERVER_OPTIONS)
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        if tcp and (tls := security.tls) is not None:
+            interceptors.append(RefuseRevoked(lambda: tls.revocations, lambda: self.address))
+        if security.token is not None:
+            interceptors.append(RequireToken(security.token, lambda: self.address))
+        interceptors.append(RefuseGarbage(lambda: self.address, require_checksums=tcp))
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = [register(self._server) for register in registrations]

@@ -3,13 +3,15 @@
 A worker's event loop is always free, so that it sends a heartbeat every quarter of a second whatever its devices do.
 Heartbeats come unasked: an answer to a question would wait behind all that is on its way through a slow link to the
 worker. Whether anything comes through to the worker is known from answers to heartbeats of the caller's own, which have
-the time that such a link needs.
+the time that such a link needs. Where heartbeats are missing, `services.rpc.probe` finds out whether the process lives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -24,7 +26,9 @@ from services.errors import DataLoss, FlashsplitError, Unavailable, Unimplemente
 from services.event_loop import first_done
 from services.messages.holder import own_holder
 from services.net.channel_around import sent_bytes
-from services.same_host.process import ProcessId, own_process, state_of
+from services.net.security import OPEN, Security
+from services.rpc.probe import is_held_up
+from services.same_host.process import ProcessId, ProcessState, own_process, state_of
 from services.streams.client_stream import ClientStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["LivenessService"].full_name
@@ -32,12 +36,19 @@ SERVICE = pb.DESCRIPTOR.services_by_name["LivenessService"].full_name
 BEAT_S = 0.25
 """Between two heartbeats of a worker, and two looks at whether any have come."""
 
-SILENT_S = 1.75
-"""How long a worker may be silent whose heartbeats came regularly."""
+LOST_AFTER_S = 2.0
+"""How long nothing need have been heard by default of a worker whose heartbeats came regularly, until it is lost."""
+
+SILENT_S = LOST_AFTER_S - BEAT_S
+"""How long such a worker may be silent by then: the last heartbeat was heard up to BEAT_S before the silence began."""
+
+SUSPECTED_S = 2 * BEAT_S
+"""How long a worker may be silent before it is asked whether it lives."""
 
 GAPS, LONGEST_S = 4, 10.0
 """A worker may be silent for so many times the longest gap of late between its heartbeats, up to so many seconds: where
-hosts are overloaded or links full, heartbeats come less regularly."""
+hosts are overloaded or links full, heartbeats come less regularly. So many seconds also where it runs elsewhere and
+takes connections: something holds up its event loop."""
 
 _GAP_KEPT = 0.98
 """What counts of the longest gap after each heartbeat: half of it after 9 s."""
@@ -48,8 +59,12 @@ SLOWEST_BYTES_PER_S = 50_000
 STARVED_S = 30.0
 """How long a process of this host may be silent that can be seen to compute, or to wait for its turn."""
 
+LEAVING_S = 1.0
+"""How long a worker that was told to stop waits to hear that another one is about to take its place."""
+
 LOADING_S = 30.0
-"""How long a worker may be silent while it loads and compiles, when native code may hold up all of its threads."""
+"""How long a worker that can be seen to live may be silent while it loads and compiles, when native code may hold up
+all of its threads."""
 
 WORKER_SILENT, DEVICE_HUNG = "WORKER_SILENT", "DEVICE_HUNG"
 """The reasons of the errors that say that a worker is of no use though its process may run: nothing is heard of it or
@@ -61,10 +76,13 @@ log = structlog.get_logger()
 class Life:
     """What a worker tells of itself with its heartbeats.
 
-    trouble: why it cannot compute now, None while it can.
+    trouble: why it cannot compute now, None while it can. leaving: whether it was told to stop.
     """
 
     def __init__(self) -> None:
+        self._leaving = False
+        self._awaited_at = -math.inf
+        """When a caller said last that another worker takes this one's place, by `time.monotonic`."""
         self._trouble: FlashsplitError | None = None
         self._patient = 0
         self._listeners: set[asyncio.Event] = set()
@@ -78,6 +96,19 @@ class Life:
     def trouble(self, trouble: FlashsplitError | None) -> None:
         self._trouble = trouble
         self._tell()
+
+    async def leave(self, is_held: Callable[[], bool]) -> None:
+        """Say that the worker was told to stop, and wait while another one takes its place. is_held: whether its holder
+        listens: nobody else could see to that."""
+        self._leaving = True
+        self._tell()
+        began = time.monotonic()
+        while is_held() and time.monotonic() - max(began, self._awaited_at) < LEAVING_S:
+            await asyncio.sleep(BEAT_S / 4)
+
+    def is_awaited(self) -> None:
+        """Hear that another worker is about to take this one's place."""
+        self._awaited_at = time.monotonic()
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -110,6 +141,7 @@ class Life:
             while not self._ending.is_set():
                 changed.clear()
                 beat.silence_ms = round(1e3 * LOADING_S) if self._patient else 0
+                beat.leaving = self._leaving
                 if self._trouble is not None:
                     beat.trouble, beat.trouble_reason = self._trouble.message, self._trouble.reason
                 yield beat
@@ -127,8 +159,9 @@ class Life:
 class PeerWatch(Protocol):
     """A worker's connections to others, as `services.rpc.peers.Peers` has them."""
 
-    async def reach(self, address: str) -> None:
-        """Connect to the worker at an address, unless that is done. Raises Unavailable where it does not answer."""
+    async def reach(self, address: str, lost_after_s: float | None = None) -> None:
+        """Connect to the worker at an address, unless that is done, and take it for lost when nothing has been heard of
+        it for so long; None leaves that as it is. Raises Unavailable where it does not answer."""
 
     async def lost(self, address: str) -> Unavailable:
         """Wait until that worker is lost, and return the error that says how."""
@@ -157,34 +190,38 @@ class LivenessServicer(pb_grpc.LivenessServiceServicer):
 
     async def CallerHeartbeats(self, _: object, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
-            await first_done(_answer_all(context), self._life.ended())
+            await first_done(self._answer_all(context), self._life.ended())
+
+    async def _answer_all(self, context: grpc.aio.ServicerContext) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            if request.takes_over:
+                self._life.is_awaited()
+            await context.write(pb.CallerHeartbeatsResponse())
 
     async def WatchPeer(self, request: pb.WatchPeerRequest, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
-            await first_done(self._watch(request.address, context), self._life.ended())
+            await first_done(self._watch(request, context), self._life.ended())
 
-    async def _watch(self, address: str, context: grpc.aio.ServicerContext) -> None:
-        await self._peers.reach(address)
+    async def _watch(self, request: pb.WatchPeerRequest, context: grpc.aio.ServicerContext) -> None:
+        address = request.address
+        await self._peers.reach(address, request.lost_after_ms / 1e3 or None)
         await context.write(pb.WatchPeerResponse())
         raise await self._peers.lost(address)
-
-
-async def _answer_all(context: grpc.aio.ServicerContext) -> None:
-    while await context.read() is not grpc.aio.EOF:
-        await context.write(pb.CallerHeartbeatsResponse())
 
 
 class Regularity:
     """How regularly heartbeats come, and so when their silence means something.
 
     Silence is counted in looks, one every BEAT_S, so that a time in which this process itself did not run counts once.
+    lost_after_s: how long nothing need be heard of a worker whose heartbeats come regularly, until it is lost.
     """
 
-    def __init__(self) -> None:
-        # The first one may take longer, as the worker may be in the midst of a load.
-        self._longest_gap_s, self._announced_s = 0.0, LONGEST_S
+    def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
+        self.lost_after_s = lost_after_s
+        self._longest_gap_s = self._announced_s = self._granted_s = 0.0
         self._heard_at: float | None = None
-        self._missed = 0
+        self._missed = self._unseen = 0
+        """Looks since the last heartbeat, and since the last one or other sign of life."""
 
     @property
     def silent_s(self) -> float:
@@ -192,25 +229,48 @@ class Regularity:
         return self._missed * BEAT_S
 
     @property
+    def unseen_s(self) -> float:
+        """How long neither one nor another sign of life has come."""
+        return self._unseen * BEAT_S
+
+    @property
     def allowed_s(self) -> float:
         """How long none may come."""
-        return max(SILENT_S, min(GAPS * self._longest_gap_s, LONGEST_S), self._announced_s)
+        return max(self.allowed_unseen_s, self._announced_s, self._granted_s)
+
+    @property
+    def allowed_unseen_s(self) -> float:
+        """How long neither may come."""
+        if self._heard_at is None:
+            # The first heartbeat may take longer: much may be on its way to the worker in front of what asks for it.
+            return max(self.lost_after_s, LONGEST_S)
+        return max(self.lost_after_s - BEAT_S, min(GAPS * self._longest_gap_s, LONGEST_S))
 
     def heard(self, now: float, announced_s: float) -> None:
         """Count a heartbeat. now: by the event loop's clock. announced_s: how long the worker asks to be awaited."""
         if self._heard_at is not None:
             self._longest_gap_s = max(now - self._heard_at, self._longest_gap_s * _GAP_KEPT)
-        self._heard_at, self._announced_s, self._missed = now, announced_s, 0
+        self._heard_at, self._announced_s, self._granted_s = now, announced_s, 0.0
+        self._missed = self._unseen = 0
+
+    def seen(self, granted_s: float) -> None:
+        """Count another sign that the worker lives, with which it may be silent for so long."""
+        self._granted_s, self._unseen = granted_s, 0
 
     def look(self) -> None:
         """Count a look since the last one."""
         self._missed += 1
+        self._unseen += 1
 
 
 class Answers:
-    """This process's own heartbeats to the worker at the other end of a channel, and how regularly the answers come."""
+    """This process's own heartbeats to the worker at the other end of a channel, and how regularly the answers come.
+
+    takes_over: whether they say that another worker is about to take its place.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.takes_over = False
         self._channel = channel
         self._stub = pb_grpc.LivenessServiceStub(channel)
         self._regularity = Regularity()
@@ -251,7 +311,7 @@ class Answers:
     async def _send_heartbeats(self, stream: ClientStream) -> None:
         while True:
             self._sent_bytes.append(sent_bytes(self._channel))
-            if not await stream.send(pb.CallerHeartbeatsRequest()):
+            if not await stream.send(pb.CallerHeartbeatsRequest(takes_over=self.takes_over)):
                 # Why it is over is for who reads the answers.
                 await asyncio.Event().wait()
             await asyncio.sleep(BEAT_S)
@@ -268,19 +328,27 @@ class Heartbeats:
     """The heartbeats of the worker at the other end of a channel, and its answers to those of this process.
 
     Use `close`. lost: the error that says that it has fallen silent, None before. Workers that send no heartbeats are
-    never lost.
+    never lost. leaving: whether it says that it was told to stop. lost_after_s: how long nothing need be heard of it
+    until it is lost, where its heartbeats came regularly.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
-        self._address = address
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        lost_after_s: float = LOST_AFTER_S,
+        security: Security = OPEN,
+    ) -> None:
+        self._address, self._security = address, security
         self._stub = pb_grpc.LivenessServiceStub(channel)
-        self._regularity, self._answers = Regularity(), Answers(channel)
+        self._regularity, self._answers = Regularity(lost_after_s), Answers(channel)
         self._process: ProcessId | None = None
         self._cpu_ticks = 0
         self._streams: weakref.WeakSet[ClientStream] = weakref.WeakSet()
         self._troubled = asyncio.Event()
         self._trouble: Unavailable | None = None
         self.lost: Unavailable | None = None
+        self.leaving = False
         self._task = asyncio.ensure_future(self._run())
 
     def guard(self, stream: ClientStream) -> None:
@@ -288,6 +356,15 @@ class Heartbeats:
         self._streams.add(stream)
         if self.lost is not None:
             stream.fail(self.lost)
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """Tell the worker within the context that another one is about to take its place, so that it does not stop."""
+        self._answers.takes_over = True
+        try:
+            yield
+        finally:
+            self._answers.takes_over = False
 
     async def trouble(self) -> Unavailable:
         """Wait until the worker falls silent, or says that it cannot compute, and return the error that says so."""
@@ -300,6 +377,15 @@ class Heartbeats:
         """What `trouble` would return at once; None where it would wait."""
         return self.lost or self._trouble
 
+    @property
+    def lost_after_s(self) -> float:
+        """How long nothing need be heard of the worker until it is lost, where its heartbeats came regularly."""
+        return self._regularity.lost_after_s
+
+    @lost_after_s.setter
+    def lost_after_s(self, seconds: float) -> None:
+        self._regularity.lost_after_s = seconds
+
     async def close(self) -> None:
         """Listen no more. Safe to call twice."""
         self._task.cancel()
@@ -309,7 +395,10 @@ class Heartbeats:
         # The connection may break, as all who use it notice, and the worker may have no such service.
         with contextlib.suppress(FlashsplitError):
             await first_done(
-                self._again_where_damaged(self._listen), self._again_where_damaged(self._answers.exchange), self._look()
+                self._again_where_damaged(self._listen),
+                self._again_where_damaged(self._answers.exchange),
+                self._look(),
+                self._doubt(),
             )
 
     async def _again_where_damaged(self, call: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -333,6 +422,7 @@ class Heartbeats:
                 if beat.HasField("process"):
                     process = beat.process
                     self._process = ProcessId(process.boot_id, process.process_id, process.started_ticks)
+                self.leaving = self.leaving or beat.leaving
                 self._take_trouble(beat)
         finally:
             stream.cancel()
@@ -358,10 +448,26 @@ class Heartbeats:
         for stream in [*self._streams]:
             stream.fail(self.lost)
 
+    async def _doubt(self) -> None:
+        """Ask the worker whether it lives whenever it is silent."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._regularity.silent_s < SUSPECTED_S:
+                continue
+            log.debug("worker.suspected", address=self._address, silent_s=self._regularity.silent_s)
+            if await is_held_up(self._address, self._security, self.lost_after_s):
+                # Whether a process of this host has a reason to be silent is seen in what it does.
+                self._regularity.seen(0.0 if self._state() is not None else LONGEST_S)
+
     def _fault(self) -> str | None:
         """Return what has been wrong with the worker for too long, as the end of a sentence; None for nothing."""
         regularity, answers = self._regularity, self._answers
-        if (silent_s := regularity.silent_s) >= regularity.allowed_s:
+        silent_s, regular_s = regularity.silent_s, regularity.lost_after_s - BEAT_S
+        if (
+            silent_s >= regularity.allowed_s
+            or regularity.unseen_s >= regularity.allowed_unseen_s
+            or (silent_s >= regular_s and (state := self._state()) is not None and state.stopped)
+        ):
             return f"has been silent for {silent_s:.3g} s: its process hangs or was stopped, or the link passes nothing"
         # One look more than for silence, with which answers end too.
         if (silent_s := answers.missing_s) > max(answers.allowed_s, regularity.allowed_s):
@@ -372,17 +478,21 @@ class Heartbeats:
         return None
 
     def _is_starved(self) -> bool:
-        """Return whether the worker is silent because others keep its event loop from running.
-
-        Only where its process is on this host and nothing is lost on the way: behind a Unix socket.
-        """
-        if self._process is None or socket_path(self._address) is None or self._regularity.silent_s >= STARVED_S:
-            return False
-        state = state_of(self._process)
-        if state is None or state.stopped:
+        """Return whether the worker is silent because others keep its event loop from running."""
+        state = self._state()
+        if state is None or state.stopped or self._regularity.silent_s >= STARVED_S:
             return False
         computes, self._cpu_ticks = state.cpu_ticks > self._cpu_ticks, state.cpu_ticks
         return computes or state.wants_to_run
+
+    def _state(self) -> ProcessState | None:
+        """Return what the worker's process does; None where that does not say what its silence means.
+
+        Only where its process is on this host and nothing is lost on the way: behind a Unix socket.
+        """
+        if self._process is None or socket_path(self._address) is None:
+            return None
+        return state_of(self._process)
 
 
 class Edge:
@@ -401,12 +511,14 @@ class Edge:
 
 
 async def watch_edge(channel: grpc.aio.Channel, address: str, peer: str, heartbeats: Heartbeats) -> Edge | None:
-    """Have the worker at the other end of a channel, whose address this is, connect to another one and watch over that.
+    """Have the worker at the other end of a channel, whose address this is, connect to another one and watch over that,
+    as patiently as over it by these heartbeats.
 
     Returns None where the worker cannot. Raises Unavailable where it does not reach the other one.
     """
     stub = pb_grpc.LivenessServiceStub(channel)
-    stream = ClientStream(stub.WatchPeer(pb.WatchPeerRequest(address=peer)), address=address)
+    request = pb.WatchPeerRequest(address=peer, lost_after_ms=round(1e3 * heartbeats.lost_after_s))
+    stream = ClientStream(stub.WatchPeer(request), address=address)
     heartbeats.guard(stream)
     try:
         if await stream.read() is grpc.aio.EOF:

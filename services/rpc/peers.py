@@ -18,7 +18,7 @@ from services.net.channel import connect
 from services.net.security import OPEN, Security
 from services.rpc.compress import RemoteCompressor
 from services.rpc.draft import RemoteDraft
-from services.rpc.liveness import Edge, Heartbeats, watch_edge
+from services.rpc.liveness import LOST_AFTER_S, Edge, Heartbeats, watch_edge
 from services.rpc.payload_transport import PayloadTransport, share_memory
 from services.rpc.shared_memory import ClientLink
 from services.rpc.snapshots import RemoteSnapshots
@@ -36,13 +36,12 @@ log = structlog.get_logger()
 class Connection:
     """A channel to a worker, what tells that the worker lives, and the memory shared with it, if any.
 
-    heartbeats: by which it is known that the worker lives; None for a connection that is to have some of its own.
+    heartbeats: by which it is known that the worker lives. has_own: whether they are this connection's own, and end
+    with it.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, heartbeats: Heartbeats | None = None) -> None:
-        self.channel = channel
-        self._owns_heartbeats = heartbeats is None
-        self.heartbeats = Heartbeats(channel, address) if heartbeats is None else heartbeats
+    def __init__(self, channel: grpc.aio.Channel, address: str, heartbeats: Heartbeats, *, has_own: bool) -> None:
+        self.channel, self.heartbeats, self._owns_heartbeats = channel, heartbeats, has_own
         self._shared: ClientLink | None = None
         self.batches = RemoteBatches(channel, address, self.heartbeats.guard)
 
@@ -76,20 +75,21 @@ class Peers:
 
     timeout_s: how long to wait for a worker's answer. transport: how large payloads travel. caller: returns how this
     process calls itself in errors that others read; None where nobody else does. watcher: the thread to which steps may
-    come directly, None where they may not.
+    come directly, None where they may not. lost_after_s: how long nothing need be heard of a worker until it is lost.
     """
 
     def __init__(
         self,
         timeout_s: float = 5.0,
         *,
+        lost_after_s: float = LOST_AFTER_S,
         security: Security = OPEN,
         transport: PayloadTransport = PayloadTransport.AUTO,
         caller: Callable[[], str] | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         self._timeout_s, self._security, self._transport, self._caller = timeout_s, security, transport, caller
-        self._watcher = watcher
+        self._watcher, self._lost_after_s = watcher, lost_after_s
         self._connections: dict[tuple[str, str], Connection] = {}
         self._retired: deque[Connection] = deque()
         self._connecting: dict[tuple[str, str], asyncio.Task[Connection]] = {}
@@ -175,9 +175,12 @@ class Peers:
                             return
                         log.info("worker.awaited", address=address, why=error.message)
 
-    async def reach(self, address: str) -> None:
-        """Connect to a worker, unless that is done."""
-        await self._connection(address)
+    async def reach(self, address: str, lost_after_s: float | None = None) -> None:
+        """Connect to a worker, unless that is done, and take it for lost when nothing has been heard of it for so long;
+        None leaves that as it is."""
+        connection = await self._connection(address)
+        if lost_after_s is not None:
+            connection.heartbeats.lost_after_s = lost_after_s
 
     async def lost(self, address: str) -> Unavailable:
         """Wait until the connection for steps breaks or cannot be made, or the worker there falls silent or says that
@@ -204,6 +207,17 @@ class Peers:
         """Return what is known to be wrong with a worker now; None where nothing is, and where it was never called."""
         connection = self._connections.get((address, "steps"))
         return None if connection is None else connection.heartbeats.present_trouble
+
+    def leaving(self, address: str) -> Heartbeats | None:
+        """Return the heartbeats of a worker that says that it was told to stop, by which it can be asked to wait; None
+        for all others."""
+        connection = self._connections.get((address, "steps"))
+        return connection.heartbeats if connection is not None and connection.heartbeats.leaving else None
+
+    def is_connected(self, address: str) -> bool:
+        """Return whether a worker can be called now without connecting to it first."""
+        connection = self._connections.get((address, "steps"))
+        return connection is not None and connection.usable
 
     async def edge(self, address: str, peer: str) -> Edge | None:
         """Have the worker at an address connect to another one, and watch over that connection; None where it is of a
@@ -279,7 +293,8 @@ class Peers:
                 error.message = f"{self._caller()}: {error.message}"
             raise
         self._connect_s[address] = time.monotonic() - began
-        connection = Connection(channel, address, heartbeats)
+        own = heartbeats or Heartbeats(channel, address, self._lost_after_s, self._security)
+        connection = Connection(channel, address, own, has_own=heartbeats is None)
         watcher = self._watcher if heartbeats is None else None
         try:
             connection.share(

@@ -29,6 +29,7 @@ import structlog
 import torch
 
 from services.errors import OUT_OF_MEMORY, FlashsplitError, ResourceExhausted, Unavailable
+from shard_worker.device.busy_time import BusyTime
 from shard_worker.device.watchdog import FIRST_S, StepCosts, Work
 
 T = TypeVar("T")
@@ -130,6 +131,11 @@ class DeviceThread:
         return self._queue.busy
 
     @property
+    def busy_time(self) -> BusyTime:
+        """How much of its time the thread, or a device that another thread waits for, was at work."""
+        return self._queue.busy_time
+
+    @property
     def has_jobs(self) -> bool:
         """Whether jobs wait that are done one by one."""
         return self._queue.has_jobs
@@ -182,6 +188,7 @@ class DeviceThread:
         work = Work()
         self._queue.costs.expect(work, kind, rows)
         self._elsewhere.append(work)
+        self.busy_time.begin()
         try:
             result: asyncio.Future[T] = self._expected()
             waiting = asyncio.ensure_future(asyncio.to_thread(wait))
@@ -190,6 +197,7 @@ class DeviceThread:
             self._queue.costs.ended(work)
             return value
         finally:
+            self.busy_time.end()
             self._elsewhere.remove(work)
 
     def give_up(self, error: FlashsplitError) -> None:
@@ -314,6 +322,7 @@ class _Queue:
         self._awake_until = 0.0
         self._asleep = self.over = False
         self.costs = StepCosts()
+        self.busy_time = BusyTime()
         self.work: Work | None = None
         """The job that runs now."""
         self.done_count = 0
@@ -378,7 +387,7 @@ class _Queue:
 
     def run_now(self, run: Callable[[], object]) -> None:
         """Run a job at once; on the thread."""
-        self.work = Work()
+        self._note_begin(Work())
         try:
             run()
         except Exception as error:
@@ -390,7 +399,12 @@ class _Queue:
         if self.work is not None:
             self.costs.expect(self.work, kind, rows)
 
+    def _note_begin(self, work: Work) -> None:
+        self.work = work
+        self.busy_time.begin()
+
     def _note_end(self) -> None:
+        self.busy_time.end()
         work, self.work = self.work, None
         self._has_computed = work is not None and work.like is not None
         self.done_count += 1
@@ -433,7 +447,7 @@ class _Queue:
             return
         if not job.future.set_running_or_notify_cancel():
             return
-        self.work = Work(job.allowed_s)
+        self._note_begin(Work(job.allowed_s))
         try:
             if not job.step:
                 self._cancel()

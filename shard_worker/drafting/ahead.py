@@ -15,7 +15,7 @@ import torch
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.drafting.drafters import DraftRunner, DraftState
 from shard_worker.drafting.runner import blocks_of
-from shard_worker.model.kernels.accept import ASKED, STOPS, accept
+from shard_worker.model.kernels.accept import ACCEPTED, ASKED, STOPS, UNDECIDED, WHOLE, accept
 from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.stage.step_runner import ROW_COUNTS, StepRunner
 
@@ -25,8 +25,9 @@ class Following:
     """What follows a step for one of its sessions.
 
     rows: how many it has in the step. decided: whether it is decided on the device which of them count; otherwise
-    nothing follows. state: its context in the draft, None where it has none. draft_tokens: how many are to be proposed
-    to it, 0 for none. stop_tokens: behind which nothing counts, at most STOPS.
+    nothing follows. whole: they all count, as those of a prompt, and the token behind the last one is produced. state:
+    its context in the draft, None where it has none. draft_tokens: how many are to be proposed to it, 0 for none.
+    stop_tokens: behind which nothing counts, at most STOPS.
     """
 
     rows: int
@@ -34,6 +35,12 @@ class Following:
     draft_tokens: int = 0
     stop_tokens: AbstractSet[int] = frozenset()
     decided: bool = True
+    whole: bool = False
+
+    @property
+    def asked(self) -> int:
+        """What `accept` is asked for."""
+        return (WHOLE if self.whole else ACCEPTED).value if self.decided else UNDECIDED.value
 
 
 class BlocksAhead:
@@ -45,7 +52,7 @@ class BlocksAhead:
         self._draft, self._embedding = draft, embedding
         self._sessions, rows, device = len(draft.known_rows), len(draft.appending.tokens), embedding.device
         self._asked = torch.zeros((self._sessions, ASKED), dtype=torch.int64, device=device)
-        self._asked_for: Sequence[tuple[bool, AbstractSet[int]]] = ()
+        self._asked_for: Sequence[tuple[int, AbstractSet[int]]] = ()
         self._outcome = torch.zeros(self._sessions + rows, dtype=torch.int64, device=device)
         self._spare: list[Arriving] = []
 
@@ -54,6 +61,7 @@ class BlocksAhead:
         drafted = [one for one in sessions if one.state is not None]
         return (
             len(sessions) <= self._sessions
+            and any(one.decided for one in sessions)
             and all(len(one.stop_tokens) <= STOPS for one in sessions)
             and self._draft.takes(
                 [one.state for one in drafted],
@@ -84,7 +92,8 @@ class BlocksAhead:
             draft.send_append_parameters(states, rows)
             draft.send_block_parameters(states, [one.draft_tokens for one in sessions], rows)
             self._ask(sessions)
-            session_rows = next(count for count in ROW_COUNTS if count >= max(rows))
+            most = max((one.rows for one in sessions if one.decided and not one.whole), default=1)
+            session_rows = next(count for count in ROW_COUNTS if count >= most)
             outcome = self._outcome
             accept(
                 step,
@@ -95,6 +104,7 @@ class BlocksAhead:
                 draft.proposing,
                 self._embedding,
                 draft.known_rows,
+                draft.known_tokens,
                 session_rows,
             )
             arriving = self._spare.pop() if self._spare else Arriving.allocate(len(outcome), outcome.device)
@@ -111,9 +121,9 @@ class BlocksAhead:
         return Issued(sessions, arriving, self._sessions, self._spare.append)
 
     def _ask(self, sessions: Sequence[Following]) -> None:
-        asked_for = [(one.decided, one.stop_tokens) for one in sessions]
+        asked_for = [(one.asked, one.stop_tokens) for one in sessions]
         if asked_for != self._asked_for:
-            asked = [[int(decided), *stops, *[-1] * (STOPS - len(stops))] for decided, stops in asked_for]
+            asked = [[which, *stops, *[-1] * (STOPS - len(stops))] for which, stops in asked_for]
             self._asked[: len(asked)].copy_(torch.tensor(asked), non_blocking=True)
             self._asked_for = asked_for
 
@@ -149,10 +159,11 @@ class Issued:
         read."""
         self._sessions, self._arriving, self._counts, self._give_back = sessions, arriving, counts, give_back
         self._produced: list[list[int]] | None = None
+        self._draft_tokens: list[tuple[int, ...]] | None = None
 
     def produced(self) -> list[list[int]]:
         """Wait for the tokens that the step produced, and return those of each session; its context in the draft is
-        longer by as many from then on. There are none where it is not decided on the device."""
+        longer by the rows that count from then on. There are none where it is not decided on the device."""
         if self._produced is None:
             _wait(self._arriving.decided)
             numbers = self._arriving.outcome.tolist()
@@ -161,16 +172,38 @@ class Issued:
                 self._produced.append(numbers[first : first + count])
                 first += one.rows
                 if one.state is not None:
-                    one.state.length += count
+                    one.state.length += one.rows if one.whole else count
         return self._produced
 
     def draft_tokens(self) -> list[tuple[int, ...]]:
-        """Wait for the draft tokens, and return those of each session. To be called once, at the end."""
-        self.produced()
-        _wait(self._arriving.ready)
-        blocks = blocks_of(self._arriving.proposed.tolist(), [one.draft_tokens for one in self._sessions])
-        self._give_back(self._arriving)
-        return blocks
+        """Wait for the draft tokens, and return those of each session."""
+        if self._draft_tokens is None:
+            self.produced()
+            _wait(self._arriving.ready)
+            wanted = [one.draft_tokens for one in self._sessions]
+            self._draft_tokens = blocks_of(self._arriving.proposed.tolist(), wanted)
+            self._give_back(self._arriving)
+        return self._draft_tokens
+
+    def parts(self) -> list[IssuedBlock | None]:
+        """Return each session's own, None for one whose rows are not decided on the device."""
+        return [IssuedBlock(self, index) if one.decided else None for index, one in enumerate(self._sessions)]
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedBlock:
+    """The outcome of one session's rows in a step, and the block behind them, on their way."""
+
+    _issued: Issued
+    _index: int
+
+    def produced(self) -> list[int]:
+        """Wait for the tokens that the rows produced, and return them."""
+        return self._issued.produced()[self._index]
+
+    def draft_tokens(self) -> tuple[int, ...]:
+        """Wait for the draft tokens, and return them."""
+        return self._issued.draft_tokens()[self._index]
 
 
 class Ahead:
@@ -179,20 +212,12 @@ class Ahead:
     def __init__(
         self,
         step: StepRunner,
-        draft: DraftRunner,
+        blocks: BlocksAhead,
         state: DraftState,
-        embedding: torch.Tensor,
         stop_tokens: AbstractSet[int],
     ) -> None:
-        """embedding: the target's, [vocab, hidden], on the draft's device. stop_tokens: at most STOPS."""
-        self._step, self._state, self._stop_tokens = step, state, stop_tokens
-        self._blocks = BlocksAhead(draft, embedding)
-        self._issued: Issued | None = None
-
-    @property
-    def issued(self) -> bool:
-        """Whether draft tokens are on their way."""
-        return self._issued is not None
+        """blocks: those of one session a call. stop_tokens: at most STOPS."""
+        self._step, self._blocks, self._state, self._stop_tokens = step, blocks, state, stop_tokens
 
     def takes(self, rows: int) -> bool:
         """Return whether a block can follow a step of so many rows."""
@@ -200,30 +225,20 @@ class Ahead:
 
     def issue(
         self, caches: SegmentCaches, argmax: torch.Tensor, total: torch.Tensor, draft_tokens: int, *, uncommitted: bool
-    ) -> list[int]:
+    ) -> IssuedBlock:
         """Queue deciding which rows of the step just queued count, and the draft's block behind them.
 
-        Returns the tokens that the step produced, for which it waits. caches: the stage's, whose recurrent layers
-        advance where the step's rows are uncommitted. argmax: the most probable token of each row, int64 [n]. total:
-        float32 [n, hidden], the sum of the rows' features. draft_tokens: how many are to be proposed.
+        caches: the stage's, whose recurrent layers advance where the step's rows are uncommitted. argmax: the most
+        probable token of each row, int64 [n]. total: float32 [n, hidden], the sum of the rows' features. draft_tokens:
+        how many are to be proposed.
         """
 
         def commit(counts: torch.Tensor) -> None:
             self._step.commit(caches, counts)
 
         following = Following(len(argmax), self._state, draft_tokens, self._stop_tokens)
-        self._issued = self._blocks.issue(
-            self._step.parameters, [following], argmax, total, commit if uncommitted else None
-        )
-        [produced] = self._issued.produced()
-        return produced
-
-    def draft_tokens(self) -> tuple[int, ...]:
-        """Wait for the draft tokens that `issue` asked for, and return them."""
-        assert self._issued is not None
-        [draft_tokens] = self._issued.draft_tokens()
-        self._issued = None
-        return draft_tokens
+        issued = self._blocks.issue(self._step.parameters, [following], argmax, total, commit if uncommitted else None)
+        return IssuedBlock(issued, 0)
 
 
 def _record(event: torch.cuda.Event | None) -> None:

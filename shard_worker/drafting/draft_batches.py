@@ -10,12 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from services.errors import FlashsplitError
 from shard_worker.device.executor import DeviceThread, device_error, raising_first
 from shard_worker.drafting.engine import CommittedRows, DraftEngine, DraftRequest, check_start, check_tokens
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.model.features import Features, joined
+
+if TYPE_CHECKING:
+    from shard_worker.drafting.ahead import IssuedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class DraftWork:
 
     features: of the committed rows from position `start` on; they may be none. request: what to propose, None for
     nothing. then: called with the draft tokens, none without a request, and with the nanoseconds that they took.
-    failed: called with an error instead, or with one of `then`.
+    failed: called with an error instead, or with one of `then`. issued: the block that is asked for, where it and the
+    taking of the features were queued with the step.
     """
 
     link: LocalDraftLink
@@ -33,6 +38,7 @@ class DraftWork:
     request: DraftRequest | None
     then: Callable[[tuple[int, ...], int], None]
     failed: Callable[[Exception], None]
+    issued: IssuedBlock | None = None
 
     @property
     def engine(self) -> DraftEngine:
@@ -74,12 +80,12 @@ class DraftBatches:
         """Do what waits, but for later work of a session that waits twice. Raises the first error, behind all of it."""
         works = self._next()
         with raising_first() as errors:
-            issued = [work for work in works if work.link.ahead is not None and work.link.ahead.issued]
-            for work in issued:
-                self._do([work], _issued, errors)
+            issued = [work for work in works if work.issued is not None]
+            if issued:
+                self._do(issued, _issued, errors)
             fitting = []
             for work in works:
-                if work in issued:
+                if work.issued is not None:
                     continue
                 try:
                     work.check()
@@ -145,10 +151,8 @@ def _done_together(works: Sequence[DraftWork]) -> list[tuple[int, ...]]:
 
 
 def _issued(works: Sequence[DraftWork]) -> list[tuple[int, ...]]:
-    """Return the draft tokens of the block that was issued with the step before it."""
-    [work] = works
-    assert work.link.ahead is not None
-    return [work.link.ahead.draft_tokens()]
+    """Return the draft tokens of blocks that were queued with the steps before them."""
+    return [work.issued.draft_tokens() for work in works if work.issued is not None]
 
 
 def _alike(one: DraftWork, other: DraftWork) -> bool:

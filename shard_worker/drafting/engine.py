@@ -6,7 +6,6 @@ same but for rounding.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,7 +95,7 @@ class DraftEngine:
         return draft_tokens
 
     def propose_together(self, states: Sequence[DraftState], requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
-        """Return, for each session, the draft's most probable token for each place behind the known one.
+        """Return, for each session, the draft's token for each place behind the known one.
 
         Raises FailedPrecondition as `check_draft_request` does.
         """
@@ -104,11 +103,11 @@ class DraftEngine:
         assert self.head is not None
         for state, request in zip(states, requests, strict=True):
             check_draft_request(self.draft, state, request.position, request.tokens)
-        counts = [request.tokens for request in requests]
-        rows = self.embedding((*(request.token_id for request in requests), self.draft.config.mask_token_id))
+        counts, known = [request.tokens for request in requests], [request.token_id for request in requests]
+        rows = self.embedding((*known, self.draft.config.mask_token_id))
         runner = self._runner(states, [0] * len(states), counts)
         if runner is not None:
-            return runner.propose(states, rows, counts)
+            return runner.propose(states, rows, counts, known)
         if self.batch_runner is not None and len(states) > 1:
             # Kernels take fewer sessions at a time.
             middle = len(states) // 2
@@ -117,15 +116,15 @@ class DraftEngine:
                 *self.propose_together(states[middle:], requests[middle:]),
             ]
         hidden = self.draft.propose(states, rows, counts)
-        draft_tokens = iter(self.head.most_probable(hidden, states[0].batch_invariant_rows).tolist())
-        return [tuple(itertools.islice(draft_tokens, count)) for count in counts]
+        return self.head.choose(hidden, known, counts, self.embedding, states[0].batch_invariant_rows)
 
     def _runner(
         self, states: Sequence[DraftState], appended: Sequence[int], draft_tokens: Sequence[int]
     ) -> DraftRunner | None:
         """Return the kernels that take so many rows and draft tokens of these sessions, None where none do."""
-        runner = self.runner if len(states) == 1 else self.batch_runner
-        return runner if runner is not None and runner.takes(states, appended, draft_tokens) else None
+        runners = (self.runner if len(states) == 1 else None, self.batch_runner)
+        fitting = (one for one in runners if one is not None and one.takes(states, appended, draft_tokens))
+        return next(fitting, None)
 
     def hidden(self, state: DraftState, position: int, embedded: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the hidden rows of the draft tokens, for another worker's lm_head: [tokens, hidden].
@@ -144,17 +143,19 @@ def make_engine(
     graphs: bool,
     kernels: bool = True,
     sessions: int | None = None,
+    cap: float | None = None,
 ) -> DraftEngine:
     """Join a draft with the target's embedding and lm_head. It computes by kernels where they can run.
 
     lm_head: [vocab, hidden], on the draft's device; not needed for a draft with a head of its own. graphs: whether
     kernels may run as captured CUDA graphs. kernels: whether there may be kernels at all. sessions: the most that
-    kernels are asked for together; None where that is one at a time.
+    kernels are asked for together; None where that is one at a time. cap: as of `ModelConfig.logit_cap`, the target's.
     """
     head = draft.own_head
     if head is None:
         assert lm_head is not None
-        head = DraftHead(lm_head)
+        assert draft.chooser is not None
+        head = DraftHead(lm_head, chooser=draft.chooser, cap=cap)
     matrix = head.weight
     if not kernels or matrix.dtype != draft.dtype or not draft.has_kernels or not can_read(draft.device, [matrix]):
         return DraftEngine(draft, embedding, head)

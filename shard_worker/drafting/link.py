@@ -18,6 +18,7 @@ from services.messages.tensors import WireTensor
 from services.rpc.draft import DraftSession
 from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.drafting.engine import DraftEngine, DraftRequest
@@ -26,7 +27,7 @@ from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 
 if TYPE_CHECKING:
-    from shard_worker.drafting.ahead import Ahead
+    from shard_worker.drafting.ahead import Ahead, BlocksAhead
 
 MOST_KEPT_ROWS = 256
 """Rows whose features wait for the draft at most."""
@@ -85,18 +86,11 @@ async def restore_draft(
     return part
 
 
-class Projection(Protocol):
-    """What turns hidden rows into logits."""
-
-    def __call__(self, normed: torch.Tensor, batch_invariant_rows: int | None = None, /) -> torch.Tensor:
-        """Return the logits [n, vocab] of normed rows [n, hidden]. batch_invariant_rows: as in `Rows`."""
-
-
 class LocalDraftLink:
     """One session's way to a draft on the last stage's own devices, which shares its lm_head and embedding.
 
-    engine: the draft. state: the session's context in it. ahead: what issues a block together with the step before it,
-    where that can be done.
+    engine: the draft. state: the session's context in it. ahead, ahead_together: what issues a block together with the
+    step before it, for the session alone and for those of a step of several, where that can be done.
     """
 
     def __init__(
@@ -107,8 +101,9 @@ class LocalDraftLink:
         location: Location,
         record: SessionRecord,
         ahead: Ahead | None = None,
+        ahead_together: BlocksAhead | None = None,
     ) -> None:
-        self.engine, self.state, self.ahead = engine, state, ahead
+        self.engine, self.state, self.ahead, self.ahead_together = engine, state, ahead, ahead_together
         self._keeper, self._location, self._record = keeper, location, record
         self._kept: list[Features] = []
         """Features of the committed rows behind the context, step by step."""
@@ -168,7 +163,7 @@ class RemoteDraftLink:
 
     session: the draft's session there. device: where the last stage computes. projected: whether the draft has neither
     the target's embedding nor its lm_head, so that this end sends it rows of `embedding` and, unless it has a head of
-    its own, turns its hidden rows into tokens by `project`.
+    its own, turns its hidden rows into tokens by `head`.
     """
 
     held_bytes = 0
@@ -181,11 +176,11 @@ class RemoteDraftLink:
         projected: bool,
         mask_token_id: int,
         embedding: EmbeddingRows,
-        project: Projection,
+        head: DraftHead,
     ) -> None:
         self._thread, self.session, self._device = thread, session, device
         self._projected, self._mask_token_id = projected, mask_token_id
-        self._embedding, self._project = embedding, project
+        self._embedding, self._head = embedding, head
 
     async def advance(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
         for piece in await self._thread.submit(slices_to_wire, features, start):
@@ -200,7 +195,7 @@ class RemoteDraftLink:
         )
         if not isinstance(answer, WireTensor):
             return answer
-        return await self._thread.submit(self._most_probable, answer)
+        return await self._thread.submit(self._chosen, answer, request.token_id)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return await self.session.save_snapshot(save)
@@ -214,8 +209,10 @@ class RemoteDraftLink:
     def _embed(self, token_id: int) -> WireTensor:
         return to_wire(self._embedding((token_id, self._mask_token_id)))
 
-    def _most_probable(self, hidden: WireTensor) -> tuple[int, ...]:
-        return tuple(self._project(from_wire(hidden, self._device)).argmax(-1).tolist())
+    def _chosen(self, hidden: WireTensor, known: int) -> tuple[int, ...]:
+        rows = from_wire(hidden, self._device)
+        [draft_tokens] = self._head.choose(rows, [known], [len(rows)], self._embedding)
+        return draft_tokens
 
 
 class LostDraftLink:

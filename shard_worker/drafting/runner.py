@@ -15,6 +15,7 @@ import torch
 
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.device.devices import Device
+from shard_worker.drafting.choosers.dflash2 import Selector
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.model.kernels import decoder
@@ -23,6 +24,7 @@ from shard_worker.model.kernels.attention import chunk_count, rope_table, sums_r
 from shard_worker.model.kernels.block_rows import block_rows
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
+from shard_worker.model.kernels.select_tokens import select_tokens
 from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.batch_runner import ROW_COUNTS as BATCH_ROW_COUNTS
@@ -40,17 +42,23 @@ class DFlashRunner:
         config, device = draft.config, draft.device.torch_device
         self._draft, self._head, self.graphs, self._sessions = draft, head, graphs, sessions
         self.session_rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
-        """The most rows that a session has in a call."""
+        """The most rows of a session's block."""
         self._row_counts = (self.session_rows,) if sessions is None else BATCH_ROW_COUNTS
         """The numbers of rows that graphs are made with."""
+        self._appended_rows = self._row_counts[-1] if draft.ring is None else min(self._row_counts[-1], draft.ring)
+        """The most rows that are appended to a session's context in a call: in a ring of slots no slot twice."""
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
+        # Blocks of several sessions are queued while those of others are on the device.
+        twins = 1 if sessions is None else 2
         pages, rows = -(-config.max_position // PAGE_ROWS) + 1, self._row_counts[-1]
         self.appending, self.proposing = (
-            StepParameters(device, pages, rows=rows, sessions=sessions, copies=len(self._kinds)) for _ in range(2)
+            StepParameters(device, pages, rows=rows, sessions=sessions, copies=len(self._kinds), twins=twins)
+            for _ in range(2)
         )
         made = {"dtype": draft.dtype, "device": device}
         self._context = torch.zeros((rows, config.hidden_size), **made)  # type: ignore[call-overload]
         self.known_rows = torch.zeros((sessions or 1, config.hidden_size), **made)  # type: ignore[call-overload]
+        self.known_tokens = torch.zeros(sessions or 1, dtype=torch.int64, device=device)
         self._mask_row = torch.zeros_like(self.known_rows[0])
         self._masked = False
         self._draft_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -70,13 +78,13 @@ class DFlashRunner:
             return False
         sums = 0
         for state, rows, block in zip(states, appended, blocks, strict=True):
-            if rows > self.session_rows or state.length + rows + self.session_rows > longest:
+            if rows > self._appended_rows or state.length + rows + self.session_rows > longest:
                 return False
             sums += block * chunk_count(state.length + rows + block)
         return self._sessions is None or sums <= sums_room(self._made_with(sum(blocks)), longest, alone=False)
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
-        """Compile everything, and capture what a session alone needs. mask_row: the mask token's embedding, [hidden].
+        """Compile and capture everything. mask_row: the mask token's embedding, [hidden].
 
         embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
         """
@@ -87,11 +95,7 @@ class DFlashRunner:
             self.send_append_parameters(scratch, [self.session_rows] * len(scratch))
             self.send_block_parameters(scratch, [self.session_rows - 1] * len(scratch), [0] * len(scratch))
             for rows, job in itertools.product(self._row_counts, (self._append, self._propose)):
-                if self._sessions is None:
-                    self._capture_once(job, rows)
-                else:
-                    # Of the many numbers of rows those are captured that calls ask for.
-                    job(rows)
+                self._capture_once(job, rows)
             if embedding is not None:
                 self._prepare_accept(embedding)
 
@@ -117,6 +121,7 @@ class DFlashRunner:
                     self.proposing,
                     embedding,
                     self.known_rows,
+                    self.known_tokens,
                     rows,
                 )
 
@@ -132,16 +137,18 @@ class DFlashRunner:
             state.length += count
 
     def propose(
-        self, states: Sequence[DFlashState], embedded: torch.Tensor, draft_tokens: Sequence[int]
+        self, states: Sequence[DFlashState], embedded: torch.Tensor, draft_tokens: Sequence[int], known: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Return of each session the draft's most probable tokens behind its context, as many as `draft_tokens` says.
+        """Return of each session the draft's tokens behind its context, as many as `draft_tokens` says.
 
-        embedded: as in `DFlashDraft.propose`.
+        embedded: as in `DFlashDraft.propose`. known: the token before each session's.
         """
         with self._draft.device.current():
             if not self._masked:
                 self.set_mask_row(embedded[-1])
             self.known_rows[: len(states)].copy_(embedded[:-1])
+            if isinstance(self._head.chooser, Selector):
+                self.known_tokens[: len(states)].copy_(torch.tensor(known))
             self.send_block_parameters(states, draft_tokens, [0] * len(states))
             return blocks_of(self.launch_blocks().tolist(), draft_tokens)
 
@@ -228,12 +235,13 @@ class DFlashRunner:
         places = {kind: self.appending.places(rows, copy) for copy, kind in enumerate(self._kinds)}
         rope = rope_table(places[self._kinds[0]], rows, draft.rotation, draft.dtype)
         queries = config.heads * config.head_dim
-        for weights, slot in zip(layers.weights, layers.slots, strict=True):
+        for weights, slot, whole in zip(layers.weights, layers.slots, layers.heads, strict=True):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
             assert mixer.qk_norm is not None
+            assert whole is not None
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
-            shape = _keys_alone(layers.heads[weights.kind])
+            shape = _keys_alone(whole)
             heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)
             linear(context, mixer.qkv.select_rows(slice(queries, None)), bias=bias, heads=heads, eps=config.norm_eps)
 
@@ -243,7 +251,21 @@ class DFlashRunner:
         result = decoder.run(self._layers, hidden, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
         logits, _ = linear(result.normed, self._head.weight)
-        if self._head.token_ids is None:
+        chooser = self._head.chooser
+        if isinstance(chooser, Selector):
+            largest, candidates = self._head.capped(logits).topk(chooser.candidates, -1)
+            weighing, _ = linear(result.normed, chooser.projection)
+            select_tokens(
+                largest,
+                candidates,
+                weighing,
+                chooser.predecessors,
+                chooser.successors,
+                self.known_tokens,
+                places[self._kinds[0]],
+                self._draft_tokens,
+            )
+        elif self._head.token_ids is None:
             torch.argmax(logits, -1, out=self._draft_tokens[:rows])
         else:
             self._draft_tokens[:rows].copy_(self._head.named(logits.argmax(-1)))
@@ -268,18 +290,20 @@ def _block_rows(draft_tokens: int) -> int:
 
 def _layers(draft: DFlashDraft) -> decoder.Layers:
     config = draft.config
-    heads = {}
+    heads = []
     for kind, causal in zip(config.layer_kinds, config.causal, strict=True):
         sliding = kind == "sliding_attention"
-        heads[kind] = HeadShape(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            dim=config.head_dim,
-            rotary=config.head_dim,
-            page=PAGE_ROWS,
-            ring=(draft.ring or 0) if sliding else 0,
-            window=(config.window or 0) if sliding else 0,
-            causal=causal,
+        heads.append(
+            HeadShape(
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                dim=config.head_dim,
+                rotary=config.head_dim,
+                page=PAGE_ROWS,
+                ring=(draft.ring or 0) if sliding else 0,
+                window=(config.window or 0) if sliding else 0,
+                causal=causal,
+            )
         )
     return decoder.Layers(
         weights=draft.layers,
@@ -287,7 +311,7 @@ def _layers(draft: DFlashDraft) -> decoder.Layers:
         heads=heads,
         delta=None,
         longest=config.max_position,
-        rotation=draft.rotation,
+        rotations={config.rope: draft.rotation},
         eps=config.norm_eps,
     )
 

@@ -12,7 +12,7 @@ from services.errors import FailedPrecondition
 from services.model.config import Activation, ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights, MlpWeights
+from shard_worker.model.layer_weights import DecoderWeights, ExpertsWeights, MlpWeights
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
@@ -59,14 +59,9 @@ def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
 def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     """Return whether kernels on a device, which run there, have layers of all these forms.
 
-    Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices are dense. Otherwise plain
-    torch serves, and the log says so once.
+    Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices have one form. Otherwise
+    plain torch serves, and the log says so once.
     """
-    layers = tuple(layers)
-    shapes = [weights.mixer.shape for weights in layers if isinstance(weights.mixer, AttentionWeights)]
-    if len({shape.rope for shape in shapes}) > 1:
-        _log_missing(device, "RoPE that differs by layer")
-        return False
     for weights in layers:
         mlp = weights.mlp
         lack = None
@@ -74,12 +69,8 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
             lack = "per-layer embeddings"
         elif weights.mixer_output_norm is not None:
             lack = "norms of what sublayers make"
-        elif isinstance(weights.mixer, AttentionWeights) and weights.mixer.head_gates is not None:
-            lack = "gates of heads"
-        elif isinstance(mlp, ExpertsWeights) and mlp.sigmoid is not None:
-            lack = "routers of sigmoids"
         elif isinstance(mlp, ExpertsWeights):
-            lack = None if mlp.together is not None else "packed experts"
+            lack = None if mlp.together is not None else "experts that are in memory in unlike forms"
         elif not isinstance(mlp, MlpWeights):
             lack = "experts beside a dense part"
         elif mlp.gate_up_bias is not None:
@@ -87,13 +78,14 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
         elif mlp.activation is not Activation.SILU:
             lack = "feed-forward parts with GELU"
         if lack is not None:
-            _log_missing(device, lack)
+            log_missing(device, lack)
             return False
     return True
 
 
 @functools.cache
-def _log_missing(device: Device, what: str) -> None:
+def log_missing(device: Device, what: str) -> None:
+    """Log once that kernels on a device, which run there, have nothing for this, so that plain torch serves."""
     log.warning("kernels.unavailable", device=device.name, why=f"there are none for {what}; plain torch serves, slower")
 
 

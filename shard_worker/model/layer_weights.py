@@ -117,11 +117,12 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTogether:
-    """The dense matrices of a mixture as kernels take them: one of all experts, in the order of their numbers.
+    """The matrices of a mixture as kernels take them: one of all experts, in the order of their numbers.
 
     scores: float32 [experts, hidden], the router's, or one row more, the shared expert's gate. gate_up: [experts * 2 *
-    size, hidden], gate rows first in each expert. down: [experts * hidden, size]. gate_up_bias, down_bias: of their
-    rows, None for none. clamped: how all of them gate, None for plain SwiGLU.
+    size, hidden], gate rows first in each expert. down: [experts * hidden, size]. Packed ones have as many rows as
+    `Weight.room_for` makes. gate_up_bias, down_bias: [experts * 2 * size] and [experts * hidden], None for none.
+    clamped: how all of them gate, None for plain SwiGLU.
     """
 
     scores: torch.Tensor
@@ -139,7 +140,7 @@ class ExpertsWeights:
     router: float32 [experts, hidden]. experts: each one's, views of `together` where that is there. chosen: how many of
     them a row goes through. normalised: whether the shares of the chosen ones are made to sum up to 1. shared,
     shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
-    together: None for packed matrices, and for blocks that a CPU multiplies by. router_bias:
+    together: None for matrices of unlike forms, and for those that a CPU multiplies by. router_bias:
     float32 [experts], None where there are none. scales: float32 [experts], what each one's share is multiplied by;
     None for nothing. sigmoid, choice_bias: how the router chooses, and its biases, float32 [experts], None for the
     largest shares of a softmax.
@@ -187,12 +188,33 @@ class PerLayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockConvolution:
+    """Two convolutions over the rows of a block, before a sublayer and behind it.
+
+    base: float32 [2, taps, hidden], of both; tap t is for the row that stands t rows before. projection: [2 * taps *
+    groups, hidden], which makes of the sublayer's input what is added to them, alike for the elements of a group.
+    """
+
+    base: torch.Tensor
+    projection: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class SublayerConvolutions:
+    """What surrounds the two sublayers of a layer."""
+
+    attention: BlockConvolution
+    mlp: BlockConvolution
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP.
 
     feed_forward: what the MLP is, as of `ModelConfig.feed_forward`. mixer_output_norm, mlp_output_norm: float32
     [hidden], behind them, before what they made is added; None without such norms. output_scale: [1], what the layer's
-    output is multiplied by; None for nothing. per_layer: None without per-layer embeddings.
+    output is multiplied by; None for nothing. per_layer: None without per-layer embeddings. convolutions: of a
+    draft's layer over its blocks, None for none.
     """
 
     kind: LayerKind
@@ -205,11 +227,13 @@ class DecoderWeights:
     mlp_output_norm: torch.Tensor | None = None
     output_scale: torch.Tensor | None = None
     per_layer: PerLayerWeights | None = None
+    convolutions: SublayerConvolutions | None = None
 
 
 def matrices_of(weights: DecoderWeights) -> list[Weight]:
     """Return all matrices of a layer."""
-    return [*_matrices(weights.mixer), *_matrices(weights.mlp), *_matrices(weights.per_layer)]
+    parts = (weights.mixer, weights.mlp, weights.per_layer, weights.convolutions)
+    return [matrix for part in parts for matrix in _matrices(part)]
 
 
 def _matrices(part: object) -> Iterator[Weight]:

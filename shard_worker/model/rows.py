@@ -97,9 +97,7 @@ class Rows:
         Batch-invariant rows are given one by one: functions made of exp round differently in the lanes of a vector and
         behind the last whole one.
         """
-        if self.batch_invariant_rows is None or len(tensor) == 1:
-            return work(tensor)
-        return torch.cat([work(row) for row in tensor.chunk(len(tensor))])
+        return work(tensor) if self.batch_invariant_rows is None else row_by_row(work, tensor)
 
     def by_session(self, work: Callable[[SessionRows, slice], torch.Tensor]) -> torch.Tensor:
         """Return what `work` makes of each session's rows, all rows together [n, …]. It gets the rows' places too."""
@@ -136,6 +134,11 @@ class Rows:
             first += session.count
         order = torch.tensor([row for _, rows in kinds.values() for row in rows], device=self._device)
         return [AlikeSessions(*kind, caches) for kind, (caches, _) in kinds.items()], order, order.argsort()
+
+
+def row_by_row(work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return an elementwise function of rows [n, …] that are given to it one by one."""
+    return work(tensor) if len(tensor) == 1 else torch.cat([work(row) for row in tensor.chunk(len(tensor))])
 
 
 def make_rows(

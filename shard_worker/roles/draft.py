@@ -15,6 +15,7 @@ from services.messages.loading import LoadDraft
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
+from services.model.families import read_model_config
 from services.net.server import Registration
 from services.rpc.draft import DraftServicer
 from shard_worker.cache.prefix_state import trimmable
@@ -104,12 +105,15 @@ class DraftRole(WorkerRole[LoadDraft]):
         self.loaded = None
         checkpoint = open_checkpoint(part.draft_path, "--draft", part.quantization)
         pool = self.resources.pools.get(self._device)
-        draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress, pool)
+        projected = part.head_place is HeadPlace.PROJECTED
+        drafter = drafter_of(checkpoint)
+        draft = drafter.load(checkpoint, self._device, part.dtype, on_progress, pool, projected=projected)
         engine = DraftEngine(draft)
         if part.head_place is HeadPlace.LOADED:
             target = open_checkpoint(part.model_path, quantization=part.target_quantization)
             head = None if draft.own_head is not None else self._load_head(target, draft)
-            engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.resources.graphs)
+            cap = read_model_config(target.config).logit_cap
+            engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.resources.graphs, cap=cap)
             try:
                 engine.prepare()
             except Exception as error:
@@ -307,7 +311,10 @@ class LocalDraftSession:
         rows = from_wire(request.embed, engine.draft.device.torch_device)
         hidden = engine.hidden(self.state, request.position, rows, request.tokens)
         own_head = engine.draft.own_head
-        return to_wire(hidden) if own_head is None else tuple(own_head.most_probable(hidden).tolist())
+        if own_head is None:
+            return to_wire(hidden)
+        [draft_tokens] = own_head.choose(hidden, [request.token_id], [request.tokens])
+        return draft_tokens
 
     def _check_shape(self, field: str, tensor: WireTensor) -> int:
         """Return the number of rows. Raises InvalidArgument for what is not floats [rows, hidden]."""

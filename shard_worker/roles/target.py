@@ -31,7 +31,8 @@ from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.drafting.draft_batches import DraftBatches
-from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
+from shard_worker.drafting.draft_head import DraftHead
+from shard_worker.drafting.drafters import Draft, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
 from shard_worker.drafting.link import DraftLink, LocalDraftLink, LostDraftLink, RemoteDraftLink
@@ -58,7 +59,7 @@ from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import DenseWeight, RowLookup
 
 if TYPE_CHECKING:
-    from shard_worker.drafting.ahead import Ahead
+    from shard_worker.drafting.ahead import BlocksAhead
 
 CAPTURE_MISMATCH = "CAPTURE_MISMATCH"
 """The reason of the error where a draft reads other blocks than the stage captures."""
@@ -302,7 +303,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         else:
             draft = None
             if request.draft is not None:
-                draft = await self._drafts.open(request, stage, loaded.embedding)
+                draft = await self._drafts.open(request, loaded)
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
             session = LastStageSession(host, request, state, above, verifier, draft)
         if not isinstance(session, RelaySession) or stage.embedding is None:
@@ -367,6 +368,8 @@ class StageDrafts:
     def __init__(self, resources: RoleResources) -> None:
         self._resources = resources
         self._engine: tuple[Stage, Draft, DraftEngine] | None = None
+        self._head: tuple[Stage, str, DraftHead] | None = None
+        self._ahead: tuple[DraftEngine, BlocksAhead, BlocksAhead | None] | None = None
 
     def sharing(self, part: LoadTarget) -> LoadedDraft | None:
         """Return the draft beside the stage that was loaded for the head of this target, if there is one."""
@@ -380,12 +383,18 @@ class StageDrafts:
             # A stage is left without runners where kernels failed: those of a draft beside it cannot be relied on.
             kernels, graphs = bool(stage.runners), self._resources.graphs
             engine = make_engine(
-                draft, embedding.rows, stage.head.weight, graphs=graphs, kernels=kernels, sessions=MAX_SESSIONS
+                draft,
+                embedding.rows,
+                stage.head.weight,
+                graphs=graphs,
+                kernels=kernels,
+                sessions=MAX_SESSIONS,
+                cap=stage.head.cap,
             )
             self._engine = (stage, draft, engine)
         return self._engine[2]
 
-    async def open(self, request: OpenSession, stage: Stage, embedding: TargetEmbedding) -> DraftLink:
+    async def open(self, request: OpenSession, loaded: LoadedStage) -> DraftLink:
         """Open the draft of a session that wants one; where there is none now, the session begins by losing it.
 
         Raises FailedPrecondition where the draft there reads other blocks; InvalidArgument where it was made for
@@ -395,8 +404,8 @@ class StageDrafts:
         address = request.draft.address
         try:
             if address is None:
-                return await self._open_beside(request, stage, embedding)
-            return await self._open_remote(request, address, stage, embedding)
+                return await self._open_beside(request, loaded.stage, loaded.embedding)
+            return await self._open_remote(request, address, loaded)
         except FlashsplitError as error:
             if isinstance(error, InvalidArgument) or error.reason == CAPTURE_MISMATCH:
                 # No other answer would have this draft either.
@@ -421,22 +430,57 @@ class StageDrafts:
             )
         check_fit(loaded.draft.config, stage.config)
         check_captures(loaded.draft.config, stage)
-        thread, location = self._resources.thread, self._resources.location(None)
+        # One job: each would wait for the steps of other sessions.
+        return await self._resources.thread.submit(self._link, request, loaded, stage, embedding)
+
+    def _link(
+        self, request: OpenSession, loaded: LoadedDraft, stage: Stage, embedding: TargetEmbedding
+    ) -> LocalDraftLink:
+        """Return the way to a session's draft beside the stage; runs on the device thread."""
         engine = self.engine(loaded.draft, stage, embedding)
         batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
-        state = await thread.submit(engine.draft.allocate, request.max_length, batch_invariant_rows)
-        return LocalDraftLink(
-            engine,
-            state,
-            loaded.keeper,
-            location,
-            SessionRecord(request.request_id, request.trace, location, None),
-            await thread.submit(_ahead, request, stage, embedding, engine, state),
-        )
+        state = engine.draft.allocate(request.max_length, batch_invariant_rows)
+        location = self._resources.location(None)
+        record = SessionRecord(request.request_id, request.trace, location, None)
+        alone, together = self._blocks_ahead(request, stage, embedding, engine)
+        ahead = None
+        if alone is not None:
+            from shard_worker.drafting.ahead import Ahead
 
-    async def _open_remote(
-        self, request: OpenSession, address: str, stage: Stage, embedding: TargetEmbedding
-    ) -> RemoteDraftLink:
+            runner = stage.runners[-1]
+            assert runner is not None
+            ahead = Ahead(runner, alone, state, request.stop_token_ids)
+        return LocalDraftLink(engine, state, loaded.keeper, location, record, ahead, together)
+
+    def _blocks_ahead(
+        self, request: OpenSession, stage: Stage, embedding: TargetEmbedding, engine: DraftEngine
+    ) -> tuple[BlocksAhead | None, BlocksAhead | None]:
+        """Return what issues blocks together with the step before them, where kernels on one device run all of both:
+        for one session a step, and for several. All sessions share its memory."""
+        matrix = embedding.dense
+        if (
+            engine.runner is None
+            or not stage.runners
+            or stage.runners[-1] is None
+            or matrix is None
+            or len(stage.segments) > 1
+            or not stage.summed
+            or matrix.device != engine.draft.device.torch_device
+        ):
+            return None, None
+        # They need Triton, which is there where kernels run.
+        from shard_worker.drafting.ahead import BlocksAhead
+        from shard_worker.model.kernels.accept import STOPS
+
+        if len(request.stop_token_ids) > STOPS:
+            return None, None
+        if self._ahead is None or self._ahead[0] is not engine:
+            together = None if engine.batch_runner is None else BlocksAhead(engine.batch_runner, matrix)
+            self._ahead = (engine, BlocksAhead(engine.runner, matrix), together)
+        return self._ahead[1:]
+
+    async def _open_remote(self, request: OpenSession, address: str, loaded: LoadedStage) -> RemoteDraftLink:
+        stage = loaded.stage
         assert stage.head is not None
         # A session without a draft is answered sooner than one that waits for a worker to come back.
         description = (await self._resources.peers.description(address, DRAFT_ANSWER_S)).draft
@@ -444,6 +488,10 @@ class StageDrafts:
             raise FailedPrecondition(f"no draft is loaded at {address}", reason="NOT_LOADED")
         check_fit(description, stage.config)
         check_captures(description, stage)
+        projected = description.head_place is HeadPlace.PROJECTED
+        head = DraftHead(stage.head.weight)
+        if projected and description.draft_vocab_size is None:
+            head = await self._resources.thread.submit(self._head_of, description, loaded)
         port = await self._resources.peers.draft(address)
         session = await port.open(
             OpenDraft(request.request_id, description.fingerprint, request.max_length, request.trace, request.holder_id)
@@ -452,34 +500,33 @@ class StageDrafts:
             self._resources.thread,
             session,
             stage.head.weight.device,
-            description.head_place is HeadPlace.PROJECTED,
+            projected,
             description.mask_token_id,
-            embedding.rows,
-            stage.head.project,
+            loaded.embedding.rows,
+            head,
         )
 
+    def _head_of(self, description: DraftDescription, loaded: LoadedStage) -> DraftHead:
+        """Return this stage's head with the chooser of a draft elsewhere, which it loads once; on the device thread.
 
-def _ahead(
-    request: OpenSession, stage: Stage, embedding: TargetEmbedding, engine: DraftEngine, state: DraftState
-) -> Ahead | None:
-    """Return what issues a block together with the step before it, where kernels on one device run all of both."""
-    matrix, runner = embedding.dense, stage.runners[-1] if stage.runners else None
-    if (
-        engine.runner is None
-        or runner is None
-        or matrix is None
-        or len(stage.segments) > 1
-        or not stage.summed
-        or matrix.device != engine.draft.device.torch_device
-    ):
-        return None
-    # They need Triton, which is there where kernels run.
-    from shard_worker.drafting.ahead import Ahead
-    from shard_worker.model.kernels.accept import STOPS
-
-    if len(request.stop_token_ids) > STOPS:
-        return None
-    return Ahead(runner, engine.runner, state, matrix, request.stop_token_ids)
+        Raises FailedPrecondition where the draft that the stage was loaded with is another one.
+        """
+        stage, capture, fingerprint = loaded.stage, loaded.part.capture, description.fingerprint
+        if self._head is None or self._head[0] is not stage or self._head[1] != fingerprint:
+            assert capture is not None
+            assert stage.head is not None
+            checkpoint = open_checkpoint(capture.draft_path, "--draft", description.quantization)
+            device = self._resources.devices[-1]
+            chooser = drafter_of(checkpoint).load_chooser(checkpoint, device, description.dtype)
+            if chooser.nbytes and checkpoint.fingerprint != fingerprint:
+                raise FailedPrecondition(
+                    f"the draft there is {fingerprint}, this stage was loaded with {checkpoint.fingerprint}: load the "
+                    "stages with the same draft",
+                    reason=CAPTURE_MISMATCH,
+                    field="draft",
+                )
+            self._head = (stage, fingerprint, DraftHead(stage.head.weight, chooser=chooser, cap=stage.head.cap))
+        return self._head[2]
 
 
 def _alike(part: LoadTarget, other: LoadTarget) -> bool:

@@ -1,28 +1,21 @@
-"""Choosing tokens from logits on the last stage: the request's processors, then argmax or an inverse-CDF draw.
+"""Choosing tokens from logits on the last stage: the request's processors, then argmax or a draw (`drawing.py`).
 
-The random number for a position depends on seed and position alone. A draft token is accepted exactly when it equals
-the token that is drawn so. This is speculative sampling (Leviathan et al. 2023, Chen et al. 2023) for a draft that puts
-all its mass on one token: accept it with probability p(token), else draw from the rest. Moreover it makes a seeded
-answer independent of draft, split and block length.
+The random numbers for a position depend on seed and position alone. A draft token is accepted exactly when it equals
+the token that is drawn with them. This is speculative sampling (Leviathan et al. 2023, Chen et al. 2023) for a draft
+that puts all its mass on one token: accept it with probability p(token), else draw from the rest. Moreover it makes a
+seeded answer independent of draft, split and block length.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence, Set as AbstractSet
 
 import torch
 
-from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
+from shard_worker.sampling.drawing import Draw, draw, finite
 from shard_worker.sampling.grammar import GrammarState
 from shard_worker.sampling.masks import TokenMasks
-
-
-def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) with 32 random bits, keyed by seed and position."""
-    key = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
 
 
 class Sampler:
@@ -61,8 +54,20 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Whether the chosen tokens are the argmax of the unprocessed logits."""
+        return not self._sampling.temperature and not self._is_processing
+
+    @property
+    def _is_processing(self) -> bool:
+        """Whether bias, penalties, a grammar or masks change the logits."""
         processed = self._bias is not None or self._counts is not None or self._grammar is not None
-        return not self._sampling.temperature and not processed and not self._masks.active
+        return processed or self._masks.active
+
+    def draws(self, rows: int, first_drawn: int) -> list[Draw] | None:
+        """Return how the tokens behind some rows are drawn, the first of which stands at `first_drawn`; None where they
+        are not, or where more than the logits' own rows counts."""
+        if not self._sampling.temperature or self._is_processing:
+            return None
+        return [Draw(self._sampling, first_drawn + row) for row in range(rows)]
 
     def observe(self, token_ids: Sequence[int], first_position: int) -> None:
         """Count committed tokens, the first of which stands at `first_position`.
@@ -103,8 +108,7 @@ class Sampler:
             logits = self._masks.apply(logits, token_ids, first_position, rows)
         if not self._sampling.temperature:
             return logits.argmax(-1).tolist()
-        numbers = [uniform(self._sampling.seed or 0, first_drawn + row) for row in range(len(logits))]
-        return draw(probabilities(logits, self._sampling), numbers)
+        return finite(draw(logits, [Draw(self._sampling, first_drawn + row) for row in range(len(logits))]))
 
     def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
         """Return the logits after bias and penalties, each row by the tokens before it; arguments as in `choose`."""
@@ -144,37 +148,3 @@ class Sampler:
         if sampling.frequency_penalty is not None:
             logits = logits - sampling.frequency_penalty * counts[:, 1]
         return logits
-
-
-def probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Return each row's probabilities after temperature, top-k, top-p and min-p: float64 [n, vocab], not normalised."""
-    assert sampling.temperature, "where nothing is drawn there is no distribution"
-    logits = logits.double() / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    distribution = logits.softmax(-1)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, order = distribution.sort(descending=True, stable=True)
-        # A token stays while the mass before it has not reached top_p; so the most probable one always does.
-        kept = ordered.cumsum(-1) - ordered < sampling.top_p
-        distribution = distribution * torch.zeros_like(kept).scatter_(-1, order, kept)
-    if sampling.min_p is not None:
-        distribution = distribution * (distribution >= sampling.min_p * distribution.max(-1, keepdim=True).values)
-    return distribution
-
-
-def draw(distribution: torch.Tensor, numbers: Sequence[float]) -> list[int]:
-    """Draw one token a row by the inverse CDF in token order.
-
-    distribution: probabilities [n, vocab], not normalised. numbers: n numbers in [0, 1). Raises InvalidArgument when a
-    row has no mass: the logits were not finite.
-    """
-    cdf = distribution.cumsum(-1)
-    if not bool((cdf[:, -1] > 0).all()):
-        raise InvalidArgument(
-            "the logits are not finite: the activation that came in, the checkpoint or its element type is at fault",
-            reason="NOT_FINITE",
-        )
-    targets = torch.tensor(numbers, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
-    return torch.searchsorted(cdf, targets, right=True).squeeze(-1).tolist()

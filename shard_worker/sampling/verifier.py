@@ -15,6 +15,7 @@ import torch
 from services.messages.steps import Forward, OpenSession, StepKind, TokenLogprobs
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
+from shard_worker.sampling.drawing import Draw, finite
 from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.logprobs import prompt_logprobs, token_logprobs
 from shard_worker.sampling.sampler import Sampler
@@ -22,7 +23,7 @@ from shard_worker.stage.stage import Stage, StageState
 from shard_worker.stage.step_graph import StepOutput, StepPart
 
 if TYPE_CHECKING:
-    from shard_worker.drafting.ahead import Ahead
+    from shard_worker.drafting.ahead import Ahead, IssuedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,9 @@ class ComputedStep:
     """A step whose rows went through the stage.
 
     output: what the stage made of them. features: those of this stage and the stages before it, for the draft.
-    started_ns: when computing began, by `time.monotonic_ns`. sessions, rows: how many there were in it.
+    started_ns: when computing began, by `time.monotonic_ns`. sessions, rows: how many there were in it. issued: its
+    outcome and the draft's block behind it, where they were queued with the step. drawn: the tokens that
+    `Verifier.draws` told of, as `draw` returns them, where those of several sessions were drawn together.
     """
 
     forward: Forward
@@ -39,6 +42,8 @@ class ComputedStep:
     started_ns: int
     sessions: int
     rows: int
+    issued: IssuedBlock | None = None
+    drawn: list[int] | None = None
 
     @property
     def alone(self) -> bool:
@@ -59,7 +64,7 @@ class StepOutcome:
 
     token_ids: the tokens, none after a prefill. logprobs: one for each of them where the request asked for them, else
     none. prompt_logprobs, batch_sessions, batch_rows: as in `Commit`. features: those of all rows of the step.
-    forward_ns: how long it took. committed: the stage has committed the rows that count already.
+    forward_ns: how long it took. issued: the draft's block behind the step, where it was queued with it.
     """
 
     token_ids: tuple[int, ...]
@@ -67,7 +72,7 @@ class StepOutcome:
     prompt_logprobs: tuple[TokenLogprobs, ...]
     features: Features
     forward_ns: int
-    committed: bool
+    issued: IssuedBlock | None
     batch_sessions: int
     batch_rows: int
 
@@ -105,42 +110,48 @@ class Verifier:
         # Before the last row is another one, and before anything of the output can be overwritten.
         of_prompt = self._prompt_logprobs(forward, output)
         tokens, kind = forward.token_ids, forward.kind
-        ahead = self._may_go_ahead(forward, output, features) if step.can_be_followed_ahead else None
+        issued = step.issued or self._issue(step, state)
         produced: list[int] = []
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if ahead is not None:
-            assert output.argmax is not None
-            assert features.total is not None
-            produced = ahead.issue(
-                state.caches[-1],
-                output.argmax,
-                features.total,
-                forward.propose_tokens,
-                uncommitted=kind is StepKind.VERIFY,
-            )
+        if issued is not None:
+            produced = issued.produced()
+            if kind is StepKind.PREFILL:
+                produced = []
         elif kind is not StepKind.PREFILL:
             if kind is StepKind.DECODE:
                 self._remember_last(step, len(tokens))
                 if step.can_be_followed_ahead and output.on_host is not None and self._is_greedy:
                     meanwhile()
-            produced, logprobs = self._choose(forward, output)
+            produced, logprobs = self._choose(step)
         elapsed_ns = time.monotonic_ns() - step.started_ns
         then(tuple(produced))
         committed_rows = len(produced) if kind is StepKind.VERIFY else len(tokens)
         if kind is not StepKind.RESUME:
             self._sampler.observe(tokens[:committed_rows], forward.base_position)
-            if kind is not StepKind.DECODE or ahead is not None:
+            if kind is not StepKind.DECODE or issued is not None:
                 self._remember_last(step, committed_rows)
-        if ahead is not None and kind is StepKind.VERIFY:
+        if issued is not None and kind is StepKind.VERIFY:
             state.length, state.pending = state.length + committed_rows, 0
-        return StepOutcome(
-            tuple(produced), logprobs, of_prompt, features, elapsed_ns, ahead is not None, step.sessions, step.rows
-        )
+        return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, issued, step.sessions, step.rows)
+
+    def draws(self, forward: Forward) -> list[Draw] | None:
+        """Return how the tokens behind the last rows of a step that comes next are drawn; None where it comes to none,
+        or they depend on more than the logits of these rows."""
+        if forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
+            return None
+        rows = len(forward.token_ids) if forward.kind is StepKind.VERIFY else 1
+        return self._sampler.draws(rows, forward.base_position + len(forward.token_ids) - rows + 1)
 
     @property
     def needs_argmax_alone(self) -> bool:
         """Whether nothing is asked for that takes more of a step than the most probable token of each row."""
         return self._is_greedy and self._request.prompt_logprobs is None
+
+    def is_decided_on_device(self, forward: Forward) -> bool:
+        """Return whether the device can decide by itself which rows of such a step count and what they produce."""
+        if forward.kind is StepKind.PREFILL:
+            return True
+        return self.needs_argmax_alone and forward.kind is not StepKind.RESUME
 
     @property
     def _is_greedy(self) -> bool:
@@ -175,23 +186,28 @@ class Verifier:
             rows = torch.cat([last, rows])
         return prompt_logprobs(head, rows, tokens, request.prompt_logprobs)
 
-    def _choose(self, forward: Forward, output: StepOutput | StepPart) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
-        head, tokens, kind = self._stage.head, forward.token_ids, forward.kind
+    def _choose(self, step: ComputedStep) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
+        forward, output, head = step.forward, step.output, self._stage.head
+        tokens, kind = forward.token_ids, forward.kind
         assert head is not None
         rows = slice(None) if kind is StepKind.VERIFY else slice(-1, None)
         draft_tokens = tokens[1:] if kind is StepKind.VERIFY else ()
-        stop_tokens, argmax = self._request.stop_token_ids, None
-        if self._sampler.is_greedy and kind is not StepKind.RESUME:
+        stop_tokens, chosen = self._request.stop_token_ids, None
+        if step.drawn is not None:
+            chosen = finite(step.drawn)
+        elif self._sampler.is_greedy and kind is not StepKind.RESUME:
             argmax = output.argmax_on_host()
-            if argmax is not None and self._request.logprobs is None:
-                return accept(draft_tokens, self._synthetic(forward, argmax[rows]), stop_tokens), ()
+            chosen = None if argmax is None else argmax[rows]
+        if chosen is not None and self._request.logprobs is None:
+            return accept(draft_tokens, self._synthetic(forward, chosen), stop_tokens), ()
         if kind is StepKind.RESUME:
             logits = self.last.logits()
         elif output.logits is not None:
             logits = output.logits[rows]
         else:
             logits = head.logits(output.hidden[rows], self._batch_invariant_rows)
-        chosen = self._sampler.choose(logits, tokens, forward.base_position) if argmax is None else argmax[rows]
+        if chosen is None:
+            chosen = self._sampler.choose(logits, tokens, forward.base_position)
         produced = accept(draft_tokens, self._synthetic(forward, chosen), stop_tokens)
         if self._request.logprobs is None:
             return produced, ()
@@ -204,17 +220,24 @@ class Verifier:
             return chosen
         return synthetic.choose(forward.token_ids, forward.base_position, chosen)
 
-    def _may_go_ahead(self, forward: Forward, output: StepOutput | StepPart, features: Features) -> Ahead | None:
-        """Return what lets the draft begin before the tokens are known: for greedy steps that kernels run."""
-        ahead = self._ahead
+    def _issue(self, step: ComputedStep, state: StageState) -> IssuedBlock | None:
+        """Let the draft begin before the tokens are known, where that can be done: behind greedy steps that kernels
+        run."""
+        ahead, forward, output, features = self._ahead, step.forward, step.output, step.features
         if (
             ahead is None
+            or not step.can_be_followed_ahead
             or not forward.propose_tokens
-            or forward.kind not in (StepKind.DECODE, StepKind.VERIFY)
+            or not self.is_decided_on_device(forward)
             or output.argmax is None
             or features.total is None
-            or not self._is_greedy
             or not ahead.takes(len(forward.token_ids))
         ):
             return None
-        return ahead
+        return ahead.issue(
+            state.caches[-1],
+            output.argmax,
+            features.total,
+            forward.propose_tokens,
+            uncommitted=forward.kind is StepKind.VERIFY,
+        )

@@ -50,8 +50,13 @@ def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request:
     return (
         bool(step.more and token_ids)
         and token_ids[-1] not in request.stop_token_ids
-        and length + 1 + step.propose_tokens <= request.max_length
+        and _tokens_left(length, request) > 0
     )
+
+
+def _tokens_left(length: int, request: OpenSession) -> int:
+    """Return how many tokens the session has room for behind `length` committed ones and the one produced there."""
+    return request.max_length - length - 1
 
 
 def following_step(
@@ -63,6 +68,8 @@ def following_step(
     """
     if not is_followed(step, length, token_ids, request):
         return None
+    # A verify produces one token more than it has draft tokens.
+    draft_tokens = draft_tokens[: _tokens_left(length, request) - 1]
     return Forward(
         step.step + 1,
         length,

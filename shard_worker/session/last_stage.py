@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.messages.steps import (
@@ -33,6 +34,7 @@ from shard_worker.drafting.draft_batches import DraftWork
 from shard_worker.drafting.engine import DraftRequest
 from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
+from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
 from shard_worker.session.following import following_step, is_followed, probable_following_step
 from shard_worker.session.session import (
@@ -47,8 +49,12 @@ from shard_worker.session.session import (
     TargetSession,
     failure_below,
 )
-from shard_worker.session.step_batches import WaitingStep
+from shard_worker.session.step_batches import SteppingSession, WaitingStep
 from shard_worker.stage.stage import StageState
+from shard_worker.stage.step_graph import StepPart
+
+if TYPE_CHECKING:
+    from shard_worker.drafting.ahead import Following, IssuedBlock
 
 
 def draft_lost(error: FlashsplitError, beside: Location) -> Failure:
@@ -344,6 +350,9 @@ class LastStageDeviceSession(DeviceSession):
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
         draft, features = self.draft, outcome.features.rows(rows)
+        if request is None and outcome.issued is not None:
+            # The draft has the features already.
+            draft = None
         if draft is not None and request is None and draft.keep(features, forward.base_position):
             draft = None
         # The event loop has a draft elsewhere, and so the answer.
@@ -357,7 +366,8 @@ class LastStageDeviceSession(DeviceSession):
         then = functools.partial(self._drafted, forward, outcome.token_ids, request, commit)
         if draft is not None:
             failed = functools.partial(self._draft_failed, then)
-            self._drafting.add(DraftWork(draft, features, forward.base_position, request, then, failed))
+            base = forward.base_position
+            self._drafting.add(DraftWork(draft, features, base, request, then, failed, outcome.issued))
         elif request is not None:
             then((), 0)
         elif not self._drafts_elsewhere:
@@ -427,8 +437,48 @@ class LastStageDeviceSession(DeviceSession):
             return None
         return probable_following_step(forward, self._request)
 
+    @property
+    def issues_blocks(self) -> bool:
+        return self.draft is not None and self.draft.ahead_together is not None
+
+    def issue_together(
+        self, steps: Sequence[tuple[SteppingSession, Forward]], outputs: Sequence[StepPart]
+    ) -> Sequence[IssuedBlock | None]:
+        results, blocks = outputs[0].whole, None if self.draft is None else self.draft.ahead_together
+        only_prefill = all(forward.kind is StepKind.PREFILL for _, forward in steps)
+        if blocks is None or results.argmax is None or results.total is None or only_prefill:
+            return super().issue_together(steps, outputs)
+        following = []
+        for session, forward in steps:
+            assert isinstance(session, LastStageDeviceSession)
+            following.append(session._following_rows(forward))
+        if not blocks.takes(following):
+            return super().issue_together(steps, outputs)
+        step = self._stage.batch_runners[-1].parameters
+        # Recurrent layers, which alone need a commit, have no other rows beside those of a verify.
+        commit = self._stage.commit_last if steps[0][1].kind is StepKind.VERIFY else None
+        try:
+            return blocks.issue(step, following, results.argmax, results.total, commit).parts()
+        except FlashsplitError:
+            # There is no memory for a draft's context: the host decides, and the draft is asked by itself, and lost.
+            return super().issue_together(steps, outputs)
+
+    def _following_rows(self, forward: Forward) -> Following:
+        """Return what can follow this session's rows on the device."""
+        # Triton is there where something can.
+        from shard_worker.drafting.ahead import Following
+
+        rows, draft = len(forward.token_ids), self.draft
+        if draft is None or not self._verifier.is_decided_on_device(forward):
+            return Following(rows, decided=False)
+        whole = forward.kind is not StepKind.VERIFY
+        return Following(rows, draft.state, forward.propose_tokens, self._request.stop_token_ids, whole=whole)
+
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         return self._request.draft is None and self._verifier.needs_argmax_alone
+
+    def draws(self, forward: Forward) -> list[Draw] | None:
+        return self._verifier.draws(forward)
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)

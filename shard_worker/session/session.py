@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -48,17 +48,21 @@ from shard_worker.device.executor import DeviceThread, device_error
 from shard_worker.drafting.draft_batches import DraftBatches
 from shard_worker.drafting.engine import DraftRequest
 from shard_worker.model.features import Features
+from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import PassedStep, check_restore, check_rows, check_save, check_tensors
 from shard_worker.session.following import check_more
 from shard_worker.session.prelaunch import NextStep, Progress
-from shard_worker.session.step_batches import StepBatches, WaitingStep
+from shard_worker.session.step_batches import StepBatches, SteppingSession, WaitingStep
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.stage import Stage, StageState, StepInput
-from shard_worker.stage.step_graph import StepOutput, StepRows
+from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
+
+if TYPE_CHECKING:
+    from shard_worker.drafting.ahead import IssuedBlock
 
 log = structlog.get_logger()
 
@@ -512,6 +516,11 @@ class DeviceSession(ABC):
         """How many rows the stage computes together."""
         return self._stage.most_rows_together
 
+    @property
+    def issues_blocks(self) -> bool:
+        """Whether the draft's blocks behind its steps are queued with them."""
+        return False
+
     def kind(self, forward: Forward) -> Hashable:
         """Return what is equal for steps that can be computed together; None for one that is computed alone."""
         stage, rows, uncommitted = self._stage, len(forward.token_ids), forward.kind is StepKind.VERIFY
@@ -530,6 +539,18 @@ class DeviceSession(ABC):
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         """Return whether what a step comes to is known from the most probable token of each row."""
         return False
+
+    def draws(self, forward: Forward) -> list[Draw] | None:
+        """Return how the tokens behind the last rows of a step that comes next are drawn, where nothing but the logits
+        of these rows counts for that."""
+        return None
+
+    def issue_together(
+        self, steps: Sequence[tuple[SteppingSession, Forward]], outputs: Sequence[StepPart]
+    ) -> Sequence[IssuedBlock | None]:
+        """Queue, behind a step of several sessions that was launched, deciding which of its rows count and the draft's
+        blocks behind them. Returns what is on its way of each session, None where that is up to the host."""
+        return [None] * len(steps)
 
     def take_back(self, *, computed: bool) -> None:
         """Forget the step of one row that was begun last, and perhaps computed: it does not come, or only later."""

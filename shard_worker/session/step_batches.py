@@ -2,7 +2,9 @@
 
 A step that finds no other is computed as that of a lone session. On a GPU that has the whole chain, steps that follow
 by themselves are launched together before the results of the last ones are read, so that the device need not wait for
-the host. It owns the steps that wait. It must not know where steps come from, nor what becomes of their results.
+the host. Where drafts decide what follows, many sessions take turns as two groups instead, one of which computes while
+the host reads the results of the other. It owns the steps that wait. It must not know where steps come from, nor what
+becomes of their results.
 """
 
 from __future__ import annotations
@@ -14,18 +16,26 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from services.errors import FlashsplitError
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward
 from shard_worker.device.executor import DeviceThread, device_error, raising_first
 from shard_worker.model.features import Features
+from shard_worker.sampling.drawing import Draw, draw_together
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.stage.stage import StepInput
 from shard_worker.stage.step_graph import StepPart, token_of_row
 
+if TYPE_CHECKING:
+    from shard_worker.drafting.ahead import IssuedBlock
+
 T = TypeVar("T")
+
+TWO_GROUPS_FROM = 48
+"""From so many sessions on, whose blocks are issued on the device, steps are those of two groups in turn: what the host
+does between two steps takes longer by then than a device does for two half steps in place of a whole one."""
 
 
 class SteppingSession(Protocol):
@@ -38,6 +48,10 @@ class SteppingSession(Protocol):
     @property
     def most_rows(self) -> int:
         """How many rows its stage computes together."""
+
+    @property
+    def issues_blocks(self) -> bool:
+        """Whether the draft's blocks behind its steps are queued with them."""
 
     def kind(self, forward: Forward) -> Hashable:
         """Return what is equal for steps that can be computed together; None for one that is computed alone."""
@@ -54,6 +68,16 @@ class SteppingSession(Protocol):
 
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         """Return whether what a step comes to is known from the most probable token of each row."""
+
+    def issue_together(
+        self, steps: Sequence[tuple[SteppingSession, Forward]], outputs: Sequence[StepPart]
+    ) -> Sequence[IssuedBlock | None]:
+        """Queue, behind a step of several sessions that was launched, deciding which of its rows count and the draft's
+        blocks behind them. Returns what is on its way of each session, None where that is up to the host."""
+
+    def draws(self, forward: Forward) -> list[Draw] | None:
+        """Return how the tokens behind the last rows of a step that comes next are drawn, where nothing but the logits
+        of these rows counts for that."""
 
     def take_back(self, *, computed: bool) -> None:
         """Forget the step of one row that was begun last, and perhaps computed: it does not come, or only later."""
@@ -100,11 +124,13 @@ class _Row:
 class _Launched:
     """A step of several sessions that is on the device.
 
-    rows: of which those without a `step` are left out. outputs: of each. started_ns: when computing began.
+    rows: of which those without a `step` are left out. outputs: of each. issued: what was queued behind each.
+    started_ns: when computing began.
     """
 
     rows: list[_Row]
     outputs: list[StepPart]
+    issued: Sequence[IssuedBlock | None]
     started_ns: int
 
 
@@ -250,7 +276,7 @@ class StepBatches:
         chosen = [*_steps(first)]
         left: list[WaitingStep | tuple[WaitingStep, ...]] = []
         session, kind = chosen[0].session, chosen[0].session.kind(chosen[0].forward)
-        most = -(-len(self._sessions) // session.chain_length)
+        most = self._share(session)
         rows = _rows(chosen)
         while self._waiting and len(chosen) < most:
             waiting = self._waiting.popleft()
@@ -266,6 +292,13 @@ class StepBatches:
                 rows += _rows(steps)
         self._waiting.extendleft(reversed(left))
         return [step for step in chosen if step.begins()]
+
+    def _share(self, session: SteppingSession) -> int:
+        """Return how many sessions a batch has at most, so that each stage has one."""
+        batches = session.chain_length
+        if len(self._sessions) >= TWO_GROUPS_FROM and session.issues_blocks:
+            batches += 1
+        return -(-len(self._sessions) // batches)
 
     def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
         """Compute steps together, or one behind the other what is too much for one step."""
@@ -312,6 +345,7 @@ class StepBatches:
         started_ns = time.monotonic_ns()
         try:
             outputs = inputs[0].stage.step_together(inputs)
+            issued = rows[0].session.issue_together([(row.session, row.forward) for row in rows], outputs)
         except Exception as error:
             for row in rows:
                 if row.step is None:
@@ -320,7 +354,7 @@ class StepBatches:
                     _fail(row.step, error, errors)
             return None
         self._count(count, len(rows))
-        return _Launched(rows, outputs, started_ns)
+        return _Launched(rows, outputs, issued, started_ns)
 
     # --- steps behind one whose results are not read yet
 
@@ -328,14 +362,21 @@ class StepBatches:
         """Return whether steps may be launched behind the one that is on the device, which overwrite all of its results
         but the most probable tokens."""
         launched = self._launched
-        return launched is not None and all(row.session.is_decided_by_argmax(row.forward) for row in launched.rows)
+        if launched is None:
+            return False
+        if all(issued is not None for issued in launched.issued):
+            return len(self._sessions) >= TWO_GROUPS_FROM
+        return all(row.session.is_decided_by_argmax(row.forward) for row in launched.rows)
 
     def _go_on(self, errors: list[Exception]) -> None:
         """Launch what follows by itself behind the step that is on the device, with what has come, and then read the
         results of that one."""
         before, self._launched = self._launched, None
         assert before is not None
-        rows = self._begin_following(before, errors)
+        if before.issued[0] is not None:
+            rows = self._begin_others(before, errors)
+        else:
+            rows = self._begin_following(before, errors)
         most = len(rows) and rows[0].given.stage.most_together([row.given for row in rows])
         for row in rows[most:]:
             if row.step is None:
@@ -355,6 +396,16 @@ class StepBatches:
             launched.started_ns = time.monotonic_ns()
         self._launched = launched
         self._compute_rows(left, errors)
+
+    def _begin_others(self, before: _Launched, errors: list[Exception]) -> list[_Row]:
+        """Begin steps of other sessions than those in `before`, where so many wait that they are a group."""
+        computing = {row.session for row in before.rows}
+        waiting = [step for one in [*self._waiting] for step in _steps(one)]
+        if not waiting or 2 * len(waiting) < self._share(waiting[0].session):
+            return []
+        if any(step.session in computing for step in waiting):
+            return []
+        return self._begun(self._next(), errors)
 
     def _begin_following(self, before: _Launched, errors: list[Exception]) -> list[_Row]:
         """Begin what can be one step behind `before`: the steps that follow its own by themselves, and all that wait.
@@ -396,11 +447,18 @@ class StepBatches:
 
     @staticmethod
     def _settle_all(launched: _Launched, errors: list[Exception]) -> None:
-        row_count = sum(len(row.given.token_ids) for row in launched.rows)
-        for row, output in zip(launched.rows, launched.outputs, strict=True):
+        sessions, row_count = len(launched.rows), sum(len(row.given.token_ids) for row in launched.rows)
+        try:
+            drawn = _drawn(launched)
+        except Exception as error:
+            for row in launched.rows:
+                if row.step is not None:
+                    _fail(row.step, error, errors)
+            return
+        for row, output, issued, tokens in zip(launched.rows, launched.outputs, launched.issued, drawn, strict=True):
             if row.step is not None:
-                features, sessions = row.given.features or Features(), len(launched.rows)
-                computed = ComputedStep(row.forward, output, features, launched.started_ns, sessions, row_count)
+                features, started_ns = row.given.features or Features(), launched.started_ns
+                computed = ComputedStep(row.forward, output, features, started_ns, sessions, row_count, issued, tokens)
                 _settle(row.step, computed, errors)
 
     def _count(self, rows: int, sessions: int) -> None:
@@ -415,6 +473,18 @@ def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep,
 
 def _rows(steps: Sequence[WaitingStep]) -> int:
     return sum(len(step.forward.token_ids) for step in steps)
+
+
+def _drawn(launched: _Launched) -> list[list[int] | None]:
+    """Return each session's tokens that are drawn from the step's logits, of all sessions at once: a GPU is waited for
+    once. None for a session whose tokens are chosen otherwise."""
+    draws = [None if row.step is None else row.session.draws(row.forward) for row in launched.rows]
+    rows = [
+        None if one is None or output.logits is None else (output.logits[-len(one) :], one)
+        for output, one in zip(launched.outputs, draws, strict=True)
+    ]
+    drawn = iter(draw_together([one for one in rows if one is not None]))
+    return [None if one is None else next(drawn) for one in rows]
 
 
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:

@@ -20,8 +20,8 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
 
     config = segment.config
     kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
-    heads = {
-        one.kind: HeadShape(
+    heads = [
+        HeadShape(
             heads=one.mixer.shape.heads,
             kv_heads=one.mixer.shape.kv_heads,
             dim=one.mixer.shape.head_dim,
@@ -31,9 +31,11 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
             gated=one.mixer.gated,
             float8=segment.kv_dtype is not None,
         )
-        for one in segment.weights
         if isinstance(one.mixer, AttentionWeights)
-    }
+        else None
+        for one in segment.weights
+    ]
+    ropes = {one.mixer.shape.rope for one in segment.weights if isinstance(one.mixer, AttentionWeights)}
     linear = config.linear
     delta = None
     if linear is not None and LayerKind.LINEAR in kinds:
@@ -51,6 +53,6 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
         heads=heads,
         delta=delta,
         longest=config.max_position,
-        rotation=segment.rotations[config.rope],
+        rotations={rope: rotation for rope, rotation in segment.rotations.items() if rope in ropes},
         eps=config.norm_eps,
     )

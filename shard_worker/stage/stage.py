@@ -12,6 +12,7 @@ import torch
 
 from services.layers import LayerRange
 from services.messages.description import StepEngine
+from services.messages.steps import LONGEST_JOINING
 from services.model.config import ModelConfig
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches
@@ -27,10 +28,6 @@ from shard_worker.weights.weight import RowLookup
 
 MOST_ROWS_TOGETHER = 256
 """Most rows of a step of several sessions in plain torch."""
-
-LONGEST_JOINING = 4096
-"""Up to this position chunks of prompts are computed by the kernels of steps, which read a session's keys once for 16
-rows; further behind, plain torch's attention is faster."""
 
 
 @dataclass(slots=True)
@@ -248,6 +245,11 @@ class Stage:
         """Leave out a single row that was computed last, where the stage steps behind others. It keeps its memory."""
         state.length -= 1
 
+    def commit_last(self, counts: torch.Tensor) -> None:
+        """Let rows count of each session of the step of several launched last, as `BatchRunner.commit_last`."""
+        for runner in self.batch_runners:
+            runner.commit_last(counts)
+
     def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
         """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether rows
         are uncommitted, features wanted, and steps batch-invariant. Each one's output is as of `step`; logits are there
@@ -277,6 +279,8 @@ class Stage:
                 if one.features is not None:
                     features.give(one.features, first, first + count)
                 first += count
+            if len(wanted) == len(inputs):
+                output = replace(output, total=features.total)
         return output.parts(counts)
 
     def _run_kernels(

@@ -20,13 +20,15 @@ class StepOutput:
 
     hidden: the rows behind the last layer, [n, hidden]. logits: [n, vocab] where the head is, else None. argmax: the
     most probable token of each row, int64 [n], where the head is. on_host: of a step by kernels, a copy on the host of
-    `argmax` where the head is, else of `hidden`.
+    `argmax` where the head is, else of `hidden`. total: of a step of several sessions, the sum of all rows' features
+    where a draft wants that, float32 [n, draft hidden].
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
     on_host: OnHost | None = None
+    total: torch.Tensor | None = None
 
     def argmax_on_host(self) -> list[int] | None:
         """Wait for the most probable token of each row, and return them; None where they are not copied."""
@@ -64,6 +66,11 @@ class StepPart:
         """Take rows [first, last) of `whole`. argmax: returns the most probable tokens of all its rows, where they can
         be had at once."""
         self._whole, self._rows, self._argmax_on_host = whole, slice(first, last), argmax
+
+    @property
+    def whole(self) -> StepOutput:
+        """The results of all sessions' rows."""
+        return self._whole
 
     def precedes(self, other: StepPart) -> bool:
         """Return whether the other part is of the same step, and begins where this one ends."""

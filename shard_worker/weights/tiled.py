@@ -8,6 +8,7 @@ Groups' numbers are transposed, those of as many columns as kernels multiply at 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,17 @@ class TiledNumbers:
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + (0 if self.factors is None else self.factors.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Words, and factors where there are such."""
+        return [self.words] if self.factors is None else [self.words, self.factors]
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TiledNumbers:
+        """Return what `change` makes of each tensor."""
+        factors = None if self.factors is None else change(self.factors)
+        return dataclasses.replace(self, words=change(self.words), factors=factors)
 
 
 def tiling_of(packed: Packed, *, lanes: bool) -> Tiling:
@@ -204,7 +215,15 @@ class TiledWeight(Weight):
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _numbers(self) -> list[TiledNumbers]:
+        return [self.scales] if self.offsets is None else [self.scales, self.offsets]
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [self.codes, *(tensor for numbers in self._numbers for tensor in numbers.tensors)]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -215,6 +234,37 @@ class TiledWeight(Weight):
     ) -> torch.Tensor:
         """As `Weight.matmul`, in plain torch."""
         return multiplied_in_parts(self, self.unpacked, x, bias, batch_invariant_rows)
+
+    def room_for(self, count: int) -> TiledWeight:
+        """As `Weight.room_for`; each matrix begins with a tile, so that what is behind its last row may be empty."""
+        blocks, held = self.codes.shape
+        rows = count * blocks * TILE_ROWS
+        codes = self.codes.new_empty(count * blocks, held)
+        return self._with_rows(rows, codes, lambda tensor: tensor.new_empty(len(tensor), rows))
+
+    def moved_into(self, room: Weight, index: int) -> TiledWeight | None:
+        if not isinstance(room, TiledWeight) or room._form != self._form:
+            return None
+        blocks, rows = len(self.codes), self.rows
+        first = index * blocks * TILE_ROWS
+        codes = room.codes[index * blocks :][:blocks]
+        moved = room._with_rows(rows, codes, lambda tensor: tensor[:, first : first + rows])
+        for there, here in zip(moved._tensors, self._tensors, strict=True):
+            there.copy_(here)
+        return moved
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        """What matrices have in common whose rows can stand in one."""
+        numbers = [(one.dtype, one.span, *(tensor.dtype for tensor in one.tensors)) for one in self._numbers]
+        return self.packing, self.tiling, self.columns, self.dtype, numbers
+
+    def _with_rows(self, rows: int, codes: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> TiledWeight:
+        """Return a matrix of other rows in the same form. change: returns theirs for a tensor of groups' numbers."""
+        other = copy.copy(self)
+        other.rows, other.codes, other.scales = rows, codes, self.scales.changed(change)
+        other.offsets = None if self.offsets is None else self.offsets.changed(change)
+        return other
 
     def unpacked(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the elements of some rows, as `PackedWeight.unpacked`."""

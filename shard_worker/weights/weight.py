@@ -76,6 +76,15 @@ class Weight(abc.ABC):
         """Return the matrix of these rows and then those of the others, which have as many columns and take activations
         of the same dtype."""
 
+    def room_for(self, count: int) -> Weight | None:
+        """Return memory for so many matrices of this one's shape and form, one below the other, as one matrix; None for
+        a form that does not lie so. Nothing is written yet."""
+        return None
+
+    def moved_into(self, room: Weight, index: int) -> Weight | None:
+        """Copy the matrix to its place in memory of `room_for`, and return it there; None where its form is another."""
+        return None
+
     def lookup(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows at the indices int64 [n] as one dense tensor, [n, columns], as an embedding is looked up.
 
@@ -119,6 +128,15 @@ class DenseWeight(Weight):
 
     def select_rows(self, rows: slice | torch.Tensor) -> DenseWeight:
         return DenseWeight(self._tensor[rows])
+
+    def room_for(self, count: int) -> DenseWeight:
+        return DenseWeight(self._tensor.new_empty(count * self.rows, self.columns))
+
+    def moved_into(self, room: Weight, index: int) -> DenseWeight | None:
+        if not isinstance(room, DenseWeight):
+            return None
+        moved = room.tensor[index * self.rows :][: self.rows]
+        return DenseWeight(moved.copy_(self._tensor))
 
     def lookup(self, indices: torch.Tensor) -> torch.Tensor:
         return F.embedding(indices.to(self.device), self._tensor)

@@ -102,6 +102,7 @@ def test_a_sampling_parameter_is_four_files() -> None:
         ("A way of packing matrices", "awq"),
         ("A kind of layer", "linear_attention"),
         ("A draft kind", "dflash"),
+        ("A way of choosing draft tokens", "argmax"),
         ("A role of workers", "compress"),
         ("A tool-call format", "hermes"),
     ],

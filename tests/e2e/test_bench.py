@@ -15,8 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.bench import bench as command
+from coordinator.bench.drafts import Positions
 from coordinator.bench.step import SINGLE_KINDS
 from coordinator.bench.step_bench import StepFigures, times_decode
+from coordinator.engine.step_times import StepTaken
+from services.messages.steps import StepKind
 from tests.e2e.conftest import ROOT, Pair, Worker
 
 DEMO = ROOT / "deploy" / "demo"
@@ -128,6 +131,45 @@ def test_a_kind_has_only_options_that_matter_to_it(kind: str) -> None:
             assert f"--{name}" in here(kind, *PAIR, f"--{name}=8", code=2)
 
 
+@pytest.mark.slow
+def test_drafts_beside_each_other(start_worker: Callable[..., Worker], tmp_path: Path) -> None:
+    """A row for each draft and kind of prompt, with how often each place of its blocks is accepted; answers are the
+    same with all of them."""
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"chat": ["What is 17 * 4?"]}))
+    asked = ["--target-devices", start_worker().address, "--prompts", prompts, "--max-tokens", 16]
+    named = ["--model", DEMO / "target", "--draft", DEMO / "draft", "--draft", "ngram"]
+
+    found = json.loads(here("drafts", *named, *asked, "--dtype", "float32", "--json"))
+
+    model, lookup = found["rows"]
+    assert [(row["draft"], row["layout"], row["kind"], row["identical"]) for row in (model, lookup)] == [
+        ("draft", "DFlash", "chat", 1),
+        ("ngram", "ngram", "chat", 1),
+    ]
+    assert model["tokens_a_step"] > 2 > lookup["tokens_a_step"] >= 1
+    assert model["plain_tokens_per_s"] * model["speedup"] == pytest.approx(model["drafted_tokens_per_s"])
+    shares = found["accepted_by_position"]["draft"]["chat"]
+    assert len(shares) > 7
+    assert shares[0] > 0.5
+    assert "--draft is missing" in here("drafts", *named[:2], *asked, code=2)
+
+
+def test_positions_of_blocks_are_counted_apart() -> None:
+    """Of each place, the blocks that had a draft token there, and those in which it was accepted."""
+    positions = Positions()
+    for kind, rows, kept in (
+        (StepKind.VERIFY, 4, 3),
+        (StepKind.VERIFY, 2, 1),
+        (StepKind.VERIFY, 3, 3),
+        (StepKind.DECODE, 1, 1),
+    ):
+        positions.add(StepTaken("a", kind, rows, kept, 1, 0, (), ()))
+
+    assert (positions.offered, positions.accepted) == ([3, 2, 1], [2, 2, 0])
+    assert positions.shares == [pytest.approx(2 / 3), 1.0, 0.0]
+
+
 def test_generating_plainly_and_with_dflash(tmp_path: Path) -> None:
     """A row for each placement and kind of prompt; two of its reports can be compared."""
     prompts, path = tmp_path / "prompts.json", tmp_path / "generate.json"
@@ -165,6 +207,8 @@ def test_clients_at_once_and_requests_as_they_come(start_worker: Callable[..., W
         assert 0 < row["first_token_p50_ms"] <= row["first_token_p95_ms"] <= row["first_token_p99_ms"]
         assert 0 <= row["between_p50_ms"] <= row["between_p95_ms"] <= row["between_p99_ms"]
         assert row["set_aside"] == 0
+        [busy] = row["busy"]
+        assert 0 < busy <= 1
     assert closed["fairness"]["chunk_ms"] > 0
 
 
@@ -197,16 +241,17 @@ FAULTS = ("faults", "--dtype", "float32", "--exact", "--threads", 1, "--json")
 
 
 def test_faults_lose_nothing() -> None:
-    """The worker of a small model is killed while it decodes, and while a prefix comes from the disk: all answers
-    survive with their tokens, and nothing is left behind."""
-    asked = ("--kills", 2, "--stops", 0, "--workers", 1, "--requests", 1, "--phases", "decode,restore")
+    """The worker of a small model is killed while it decodes, and while a prefix comes from the disk, and drained while
+    it decodes: all answers survive with their tokens, and nothing is left behind."""
+    asked = ("--kills", 2, "--stops", 0, "--drains", 1, "--workers", 1, "--requests", 1, "--phases", "decode,restore")
     found = json.loads(here(*FAULTS, *PAIR[:2], *asked))
     assert [(row["fault"], row["phase"], row["faults"]) for row in found["rows"]] == [
         ("kill", "decode", 1),
         ("kill", "restore", 1),
+        ("drain", "decode", 1),
     ]
     # Where prefixes were concerned they are asked for twice.
-    assert [row["answers"] for row in found["rows"]] == [1, 2]
+    assert [row["answers"] for row in found["rows"]] == [1, 2, 1]
     assert found["rows"][0]["silence_longest_ms"] > 0
     assert (found["left"], found["wrong"], found["missed"]) == ([], [], [])
 
@@ -215,7 +260,7 @@ def test_faults_lose_nothing() -> None:
 @pytest.mark.timeout(600)
 def test_faults_in_every_phase() -> None:
     """With a draft, beside the last stage and apart, and a worker that stands by."""
-    asked = ("--kills", 12, "--stops", 0, "--workers", 2, "--requests", 2, "--standby", "cpu")
+    asked = ("--kills", 12, "--stops", 0, "--drains", 6, "--workers", 2, "--requests", 2, "--standby", "cpu")
     found = json.loads(bench(*FAULTS, *PAIR, *asked, timeout=600))
     assert {row["phase"] for row in found["rows"]} == {"loading", "prefill", "decode", "verify", "save", "restore"}
     assert sum(row["resumed"] for row in found["rows"]) > 0

@@ -23,14 +23,10 @@ TOKENS = 60
 LONG = 200
 
 
-@pytest.fixture(scope="session")
-def expected(pairs: dict[str, Pair]) -> dict[str, list[tuple[list[int], list[int]]]]:
+def expected(pair: Pair) -> list[tuple[list[int], list[int]]]:
     """Prompts of different lengths with clear margins, and what transformers says to them."""
-    cases = {}
-    for name, pair in pairs.items():
-        model = target.load(pair.target)
-        cases[name] = [target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in (1, 2, 5, 40)]
-    return cases
+    model = target.load(pair.target)
+    return [target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in (1, 2, 5, 40)]
 
 
 async def answer_all(
@@ -80,12 +76,12 @@ def check(answers: list[Answer], cases: list[tuple[list[int], list[int]]]) -> No
 def test_every_placement_gives_transformers_tokens(
     family: str,
     pairs: dict[str, Pair],
-    expected: dict[str, list[tuple[list[int], list[int]]]],
     start_worker: Callable[..., Worker],
 ) -> None:
     """One, two and three workers, plain and speculated, draft beside or apart, summed or sliced features, and with
     draft tokens that are looked up in the text."""
-    pair, cases = pairs[family], expected[family]
+    pair = pairs[family]
+    cases = expected(pair)
     prompts = [prompt for prompt, _ in cases]
     one, two, three, four = (start_worker().address for _ in range(4))
 

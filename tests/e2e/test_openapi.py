@@ -34,6 +34,7 @@ READING = [
     "/v1/models/{name}",
     "/v1/status",
 ]
+OPERATING = ["/v1/drain"]
 ENDLESS = ["/v1/events"]
 LIMITS = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 2}
 
@@ -55,11 +56,11 @@ def schema(server: Server) -> Any:
 
 def test_everything_is_in_it(schema: Any) -> None:
     paths = {operation.ok().path for operation in schema.get_all_operations()}
-    assert paths == {*ASKING, *COUNTING, *READING, *ENDLESS}
+    assert paths == {*ASKING, *COUNTING, *OPERATING, *READING, *ENDLESS}
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "refused"])
-@pytest.mark.parametrize("path", [*ASKING, *COUNTING])
+@pytest.mark.parametrize("path", [*ASKING, *COUNTING, *OPERATING])
 def test_bodies(schema: Any, path: str, mode: GenerationMode) -> None:
     check(schema[path]["POST"], mode, EXAMPLES)
 

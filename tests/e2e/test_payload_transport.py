@@ -20,7 +20,7 @@ from coordinator.prefix.stores import open_store
 from services.processes.launch import Launch
 from services.rpc.payload_transport import PayloadTransport
 from tests import forking
-from tests.e2e.conftest import ROOT, children
+from tests.e2e.conftest import ROOT
 
 DEMO = ROOT / "deploy" / "demo"
 PROMPT = tuple(3 + 7 * number % 5000 for number in range(900))
@@ -49,7 +49,8 @@ async def asking(transport: PayloadTransport) -> AsyncIterator[Callable[[Path], 
     checkpoints = Checkpoints(DEMO / "target", DEMO / "draft", "float32")
     launch = Launch(threads=1, transport=transport)
     async with Cluster(plan, checkpoints, launch=launch) as cluster:
-        pids = [os.getpid(), *map(forking.forked, sorted(children(os.getpid())))]
+        started = [process.process_id for process in cluster.processes.values()]
+        pids = [os.getpid(), *(forking.forked(pid) for pid in started if pid is not None)]
         lineage = lineage_of(cluster, "text", with_draft=True)
 
         async def ask(store: Path) -> Told:

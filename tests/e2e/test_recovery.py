@@ -260,6 +260,37 @@ async def test_answers_go_on_over_the_workers_that_are_left(
             end(process)
 
 
+@pytest.mark.slow
+async def test_a_worker_that_is_told_to_stop_hands_over(tmp_path: Path) -> None:
+    """SIGTERM while it answers, where another one stands by: the answers go on there as if nothing had been, and it
+    ends by itself."""
+    workers = [worker(tmp_path, str(number)) for number in range(3)]
+    first, second, third = (f"unix:{tmp_path}/{number}.sock" for number in range(3))
+    options = ("--target-devices", f"{first},{second}", "--standby", third, "--exact")
+    try:
+        with serving(tmp_path, *PAIR, *options) as server:
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+            ) as client:
+                until(lambda: all(one["error"] is None for one in stands_by(server)), 60)
+                longer: list[dict[str, Any]] = [{**fields, "max_tokens": 300} for fields in MIXED[:2]]
+                alone = [await whole_answer(client, fields, asyncio.Event()) for fields in longer]
+                begun = [asyncio.Event() for _ in alone]
+                asking = [
+                    asyncio.ensure_future(whole_answer(client, fields, event))
+                    for fields, event in zip(longer, begun, strict=True)
+                ]
+                await asyncio.gather(*(event.wait() for event in begun))
+                workers[1].terminate()
+                assert await asyncio.gather(*asking) == alone
+                until(lambda: workers[1].poll() is not None, 30)
+                assert "worker.drained" in server.log.read_text()
+                assert await whole_answer(client, MIXED[0], asyncio.Event())
+    finally:
+        for process in workers:
+            end(process)
+
+
 def stands_by(server: Server) -> list[dict[str, Any]]:
     """The workers that stand by, as the server's status has them."""
     return list(json.loads(get(f"{server.url}/v1/status")[1])["standbys"])

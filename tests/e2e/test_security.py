@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -180,6 +181,24 @@ def test_strangers_are_refused(secure: Secure, pairs: dict[str, Pair], tmp_path:
 
     assert "does not vouch for" in other
     assert "expects TLS: give --tls-cert, --tls-key and --tls-ca" in plain
+
+
+def test_a_certificate_that_was_taken_back(secure: Secure, pairs: dict[str, Pair]) -> None:
+    """Workers that run, with the list that `flashsplit certs` wrote, refuse who shows it from then on."""
+    out = ["--out", str(secure.certs)]
+    assert CliRunner().invoke(certs, [*out, "--host", "laptop"]).exit_code == 0
+    for ending in (".pem", "-key.pem"):
+        shutil.copy(secure.certs / f"laptop{ending}", secure.certs / f"stolen{ending}")
+    assert CliRunner().invoke(certs, ["revoke", *out, "laptop"]).exit_code == 0
+    flags = [flag.replace("coordinator", "stolen") for flag in secure.flags]
+
+    message = refusal(
+        *(*placed(secure, pairs["qwen3"], secure.addresses[0]), "--prompt-ids", "1", *flags),
+        *("--cluster-token-file", str(secure.token_file)),
+    )
+
+    assert f"stage 0 ({secure.addresses[0]}): the caller's certificate" in message
+    assert "is revoked: the server at" in message
 
 
 def test_the_health_port_answers_probes(secure: Secure) -> None:

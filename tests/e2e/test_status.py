@@ -17,6 +17,7 @@ import pexpect
 import pytest
 from click.testing import CliRunner
 
+from coordinator.cli.commands.drain import drain
 from coordinator.cli.commands.status import status as command
 from coordinator.status.worker_poll import ANSWER_S, FRESH_S
 from tests.e2e.conftest import ROOT, alive, flashsplit, until
@@ -190,6 +191,24 @@ def test_watching(server: Server) -> None:
     assert "Traceback" not in str(watch.before)
 
 
+def test_a_worker_is_drained(server: Server) -> None:
+    """`flashsplit drain` has another worker take its place; a worker that there is not is refused with those that there
+    are."""
+    at = ("--url", server.url)
+    before = status(server)["workers"]
+    result = CliRunner().invoke(drain, ["stage 1", "--to", "cpu", *at])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("cpu has the place of stage 1: answers paused for ")
+    first, second = status(server)["workers"]
+    assert first["process_id"] == before[0]["process_id"]
+    assert second["layers"] == before[1]["layers"]
+    assert not alive(before[1]["process_id"])
+    chat(server, max_tokens=4)
+    result = CliRunner().invoke(drain, ["stage 7", "--to", "cpu", *at])
+    assert result.exit_code == 2
+    assert "name one of stage 0 (cpu), stage 1 (cpu), or its address" in result.stderr
+
+
 def test_what_cannot_be_asked(server: Server) -> None:
     """No server, no URL, no flashsplit server: one sentence each."""
     for arguments, code, says in (
@@ -207,7 +226,9 @@ def test_what_cannot_be_asked(server: Server) -> None:
 def test_with_a_key_and_workers_that_fail(tmp_path: Any) -> None:
     """The page is open, what it asks for wants the key. A frozen worker is told as such within seconds, as is a dead
     one, while the other still tells how it is; a server that stops is not held up by those who watch."""
-    with serving(tmp_path, *PAIR, "--target-devices", "cpu,cpu", "--api-key", KEY) as server:
+    # A worker that is frozen for as long as this test needs is not started anew.
+    options = ("--target-devices", "cpu,cpu", "--api-key", KEY, "--lost-after", 30)
+    with serving(tmp_path, *PAIR, *options) as server:
         assert get(f"{server.url}/")[0] == get(f"{server.url}/page/app.js")[0] == 200
         for path in ("/v1/status", "/v1/events", "/pages", "/page", "//page/app.js", "/v1/status?/page/"):
             assert get(server.url + path)[0] == 401, path

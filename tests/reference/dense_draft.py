@@ -1,11 +1,13 @@
-"""A dense restatement of the DFlash draft forward, written from its formulas alone.
+"""A dense restatement of the drafts that share DFlash's layers, written from its formulas alone.
 
 Every call sees the whole context: there is no cache, no batching and no fused projection.
 One head is computed at a time, which keeps the grouping of key heads visible. Use it in
 float64 as the yardstick for faster implementations.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,16 @@ class DenseDraft:
             sliding_causal = not raw.get("sliding_window_non_causal", False)
             causal: bool | None = None
         else:
-            self.target_layer_ids = list(nested["target_layer_ids"])
-            self.mask_token_id = nested["mask_token_id"]
+            flat = {**raw, **nested}
+            self.target_layer_ids = list(flat["target_layer_ids"])
+            self.mask_token_id = flat["mask_token_id"]
             sliding_causal = True
             causal = raw.get("is_causal", nested.get("causal"))
+        self.own: dict[str, Any] = {**raw, **nested}
+        self.group: int | None = self.own.get("conv_group_size")
+        # DSpark calls it so, where it says it at all, Domino otherwise.
+        says = self.own.get("sample_from_anchor", self.own.get("shift_label"))
+        self.from_anchor: bool = "markov_rank" in self.own if says is None else says
         self.causal = [
             (kind == "sliding_attention" and sliding_causal) if causal is None else causal for kind in self.layer_types
         ]
@@ -138,6 +146,93 @@ class DenseDraft:
         gated = gate * torch.sigmoid(gate) * self.linear(x, prefix + "up_proj")
         return self.linear(gated, prefix + "down_proj")
 
+    def convolved(self, x: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """Rows of one block, each summed with those before it, by kernels [n, taps, groups] and base [taps, H]."""
+        assert self.group is not None
+        result = torch.zeros_like(x)
+        for row in range(len(x)):
+            for tap in range(min(row + 1, len(base))):
+                factor = base[tap] + torch.repeat_interleave(kernels[row, tap], self.group)
+                result[row] += factor * x[row - tap]
+        return result
+
+    def around(self, prefix: str, x: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """A sublayer, and in DFlash2 a convolution before and behind it, by kernels made of what comes before both."""
+        base = self.tensors.get(prefix + ".base_kernel")
+        if base is None:
+            return sublayer(x)
+        kernels = self.linear(x, prefix + ".kernel_projection").reshape(len(x), 2, base.shape[1], -1)
+        return self.convolved(sublayer(self.convolved(x, kernels[:, 0], base[0])), kernels[:, 1], base[1])
+
+    def choose(self, output: DraftOutput, known: int, embedding: torch.Tensor) -> list[int]:
+        """Greedy draft tokens, one after the other: the most probable ones, by logits that the layout corrects.
+
+        Logits of a reduced vocabulary are named by `d2t`.
+        """
+        chosen, state = [known], None
+        for place, (hidden, row) in enumerate(zip(output.hidden, output.logits, strict=True)):
+            logits = row
+            if "selector_top_k" in self.own:
+                logits = self.selected(hidden, row, chosen[-1])
+            if "markov_rank" in self.own:
+                added, state = self.markov(hidden, chosen[-1], state)
+                logits = row + added
+            if "gru_hidden_dim" in self.own:
+                state = self.gru(embedding[chosen[-1]].to(self.dtype), state)
+                if place >= self.own["pure_draft_prefix_len"]:
+                    inner = self.tensors["embed_proj.0.weight"] @ torch.cat([hidden, state])
+                    logits = row + self.tensors["embed_proj.2.weight"] @ (inner * torch.sigmoid(inner))
+            best = int(logits.argmax())
+            chosen.append(best + int(self.tensors["d2t"][best]) if "d2t" in self.tensors else best)
+        return chosen[1:]
+
+    def selected(self, hidden: torch.Tensor, logits: torch.Tensor, before: int) -> torch.Tensor:
+        """DFlash2: the scores of the likeliest tokens, and nothing for all others."""
+        prefix = "candidate_selector."
+        weighing = self.tensors[prefix + "hidden_projection.weight"] @ hidden
+        predecessor = self.tensors[prefix + "predecessor_codebook"][before]
+        scores = torch.full_like(logits, float("-inf"))
+        for token in logits.topk(self.own["selector_top_k"]).indices.tolist():
+            successor = self.tensors[prefix + "successor_codebook"][token]
+            scores[token] = logits[token] + (predecessor * weighing * successor).sum()
+        return scores
+
+    def markov(
+        self, hidden: torch.Tensor, before: int, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """DSpark: what the token before adds to the logits, and the state behind it."""
+        embedded = self.tensors["markov_head.markov_w1.weight"][before]
+        kind, mixed = self.own["markov_head_type"], embedded
+        if kind == "gated":
+            gate = self.tensors["markov_head.gate_proj.weight"] @ torch.cat([hidden, embedded])
+            mixed = torch.sigmoid(gate + self.tensors["markov_head.gate_proj.bias"]) * embedded
+        if kind == "rnn":
+            old = torch.zeros_like(embedded) if state is None else state
+            joint = self.tensors["markov_head.joint_proj.weight"] @ torch.cat([old, embedded, hidden])
+            gate, candidate, out = (joint + self.tensors["markov_head.joint_proj.bias"]).chunk(3)
+            state = torch.sigmoid(gate) * old + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            mixed = torch.tanh(out)
+        return self.tensors["markov_head.markov_w2.weight"] @ mixed, state
+
+    def gru(self, embedded: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """Domino: the state behind one more token, by torch's own cell."""
+        of_token, of_state = self.tensors["prefix_gru.weight_ih_l0"], self.tensors["prefix_gru.weight_hh_l0"]
+        cell = torch.nn.GRUCell(of_token.shape[1], of_state.shape[1], bias=False, dtype=self.dtype)
+        cell.load_state_dict({"weight_ih": of_token, "weight_hh": of_state})
+        with torch.no_grad():
+            return cell(embedded, state)
+
+    def chances(self, output: DraftOutput, known: int, chosen: list[int]) -> list[float]:
+        """DSpark: how likely each draft token and all before it are to be accepted, by the confidence head."""
+        chance, chances = 1.0, []
+        for hidden, before in zip(output.hidden, [known, *chosen], strict=False):
+            embedded = self.tensors["markov_head.markov_w1.weight"][before]
+            seen = torch.cat([hidden, embedded]) if self.own["confidence_head_with_markov"] else hidden
+            weight, bias = (self.tensors["confidence_head.proj." + part] for part in ("weight", "bias"))
+            chance *= float(torch.sigmoid(weight[0] @ seen + bias[0]))
+            chances.append(chance)
+        return chances
+
     def context_vectors(self, features: torch.Tensor) -> torch.Tensor:
         """Concatenated captures [n, N*H] to the vectors [n, H] that every layer reads."""
         return self.norm(self.linear(features.to(self.dtype), "fc"), "hidden_norm")
@@ -159,7 +254,8 @@ class DenseDraft:
         """
         count = features.shape[0]
         start = count if position is None else position
-        size = self.block_size if rows is None else rows
+        # A block that begins with the known token's own guess has no row for it alone.
+        size = self.block_size if rows is None else rows - self.from_anchor
         context = self.context_vectors(features)
         before = torch.arange(start - count, start)
         block = torch.arange(start, start + size)
@@ -167,8 +263,9 @@ class DenseDraft:
         x = embedding.to(self.dtype)[ids]
         for layer in range(self.layers):
             prefix = f"layers.{layer}."
-            normed = self.norm(x, prefix + "input_layernorm")
-            x = x + self.attention(layer, normed, context, block, before)
-            x = x + self.mlp(layer, self.norm(x, prefix + "post_attention_layernorm"))
-        hidden = self.norm(x, "norm")[1:]
+            attention = partial(self.attention, layer, context=context, rows=block, before=before)
+            x = x + self.around(prefix + "attention_conv", self.norm(x, prefix + "input_layernorm"), attention)
+            mlp = partial(self.mlp, layer)
+            x = x + self.around(prefix + "mlp_conv", self.norm(x, prefix + "post_attention_layernorm"), mlp)
+        hidden = self.norm(x, "norm")[0 if self.from_anchor else 1 :]
         return DraftOutput(hidden, torch.einsum("nh,vh->nv", hidden, lm_head.to(self.dtype)))

@@ -5,7 +5,7 @@
 layer ids count the input of a block and are therefore one higher.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,26 @@ import torch
 
 from tests.reference import storage
 from tests.reference.weights import draw
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+"""DFlash2's own keys, for a tiny draft."""
+
+DSPARK = {
+    "markov_rank": 8,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": True,
+}
+"""DSpark's own keys, for a tiny draft that never cuts its blocks."""
+
+DOMINO = {
+    "projector_type": "domino",
+    "gru_hidden_dim": 12,
+    "emb_dim": 10,
+    "pure_draft_prefix_len": 1,
+    "shift_label": True,
+}
+"""Domino's own keys, for a tiny draft."""
 
 FORMS = ("zlab", "nested", "rope_parameters", "speculators")
 
@@ -26,6 +46,9 @@ def draft_shapes(
     head_dim: int,
     mlp: int,
     attention_bias: bool,
+    vocab: int,
+    head_rows: int,
+    own: Mapping[str, Any],
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a draft without an embedding or head of its own."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -52,6 +75,36 @@ def draft_shapes(
         shapes[prefix + "mlp.gate_proj.weight"] = (mlp, hidden)
         shapes[prefix + "mlp.up_proj.weight"] = (mlp, hidden)
         shapes[prefix + "mlp.down_proj.weight"] = (hidden, mlp)
+        if "conv_kernel_size" in own:
+            taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
+            for part in ("attention_conv", "mlp_conv"):
+                shapes[f"{prefix}{part}.base_kernel"] = (2, taps, hidden)
+                shapes[f"{prefix}{part}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    if "selector_rank" in own:
+        rank = own["selector_rank"]
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        shapes["candidate_selector.predecessor_codebook"] = (vocab, rank)
+        shapes["candidate_selector.successor_codebook"] = (vocab, rank)
+    if "markov_rank" in own:
+        rank = own["markov_rank"]
+        shapes["markov_head.markov_w1.weight"] = (vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (head_rows, rank)
+        if own["markov_head_type"] == "gated":
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+        if own["markov_head_type"] == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+        if own["enable_confidence_head"]:
+            columns = hidden + (rank if own["confidence_head_with_markov"] else 0)
+            shapes["confidence_head.proj.weight"] = (1, columns)
+            shapes["confidence_head.proj.bias"] = (1,)
+    if "gru_hidden_dim" in own:
+        state = own["gru_hidden_dim"]
+        shapes["prefix_gru.weight_ih_l0"] = (3 * state, hidden)
+        shapes["prefix_gru.weight_hh_l0"] = (3 * state, state)
+        shapes["embed_proj.0.weight"] = (own["emb_dim"], hidden + state)
+        shapes["embed_proj.2.weight"] = (head_rows, own["emb_dim"])
     return shapes
 
 
@@ -113,6 +166,17 @@ def zlab_config(
     return config
 
 
+def of_layout(config: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A DFlash draft's config as that of another layout, told by its own keys; DSpark's stand at the top level."""
+    name = "dflash2" if "selector_rank" in own else "dspark" if "markov_rank" in own else "domino"
+    architecture = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel", "domino": "DominoDraftModel"}[name]
+    config = {**config, "architectures": [architecture]}
+    if "speculators_model_type" in config:
+        return {**config, "speculators_model_type": name, **own, "sample_from_anchor": name == "dspark"}
+    nested = config.pop("dflash_config")
+    return {**config, **nested, **own} if name == "dspark" else {**config, "dflash_config": {**nested, **own}}
+
+
 def write_draft(
     path: Path | str,
     target_path: Path | str,
@@ -136,11 +200,13 @@ def write_draft(
     rope_scaling: dict[str, Any] | None = None,
     max_positions: int = 4096,
     token_ids: Sequence[int] | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> Path:
     """A draft for the target at `target_path`, with the target's width and vocabulary.
 
     Defaults: the second and the last but one block, mask token vocab - 2, full attention. token_ids: ascending, those
     that a reduced vocabulary has, of the speculators layout, with an lm_head of its own; None for the target's.
+    own: the keys that make it a draft of another layout, as of DFLASH2, DSPARK and DOMINO; None for a DFlash draft.
     """
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r}, expected one of {FORMS}")
@@ -181,6 +247,8 @@ def write_draft(
         config = speculators_config(decoder, outer, Path(target_path), ids, mask, block_size, is_causal, reduced)
     else:
         config = zlab_config(decoder, ids, mask, block_size, is_causal, target_layers, form == "nested")
+    if own is not None:
+        config = of_layout(config, own)
     elsewhere: dict[str, torch.Tensor] = {}
     if token_ids is not None:
         kept = torch.tensor(token_ids)
@@ -189,7 +257,9 @@ def write_draft(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     storage.write_config(folder, config)
-    shapes = draft_shapes(hidden, len(ids), layers, heads, kv_heads, head_dim, mlp, attention_bias)
+    shapes = draft_shapes(
+        hidden, len(ids), layers, heads, kv_heads, head_dim, mlp, attention_bias, vocab, reduced, own or {}
+    )
     if token_ids is not None:
         shapes["lm_head.weight"] = (reduced, hidden)
     storage.save_tensors(

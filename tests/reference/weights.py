@@ -22,6 +22,11 @@ GAINS = {
     "gate": 3.0,  # routers of experts that choose clearly
     "proj": 3.0,  # and Gemma's
     "router": 3.0,
+    "kernel_projection": 0.3,
+    # What chooses a draft's tokens often overrules the most probable one.
+    "candidate_selector": 3.0,
+    "markov_w1": 3.0,
+    "markov_w2": 6.0,
     "in_proj_a": 0.5,
     "in_proj_qkv": 2.0,  # keeps the gated norm away from its epsilon, hence rounding small
     "in_proj_qkvz": 2.0,
@@ -57,6 +62,12 @@ def draw(
         return 1.0 + 0.2 * normal
     if name.endswith("conv1d.weight"):
         return normal * 0.6
+    if name.startswith("embed_proj.2"):
+        return normal * 3.0
+    if name.endswith("base_kernel"):
+        identity = torch.zeros(shape)
+        identity[:, 0] = 1.0
+        return identity + 0.4 * normal
     if name.endswith((".bias", "_bias")):
         return normal * 0.3
     if name.endswith("sinks"):

@@ -101,6 +101,8 @@ WORKER = WorkerDescription(
     snapshot_bytes=3 << 40,
     snapshot_budget_bytes=1 << 62,
     session_bytes=5 << 40,
+    busy_ns=6 << 40,
+    counted_ns=7 << 40,
     batches=BatchCounts(5, 40, 9, (1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1)),
 )
 

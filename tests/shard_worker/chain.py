@@ -45,6 +45,7 @@ from shard_worker.roles.target import TargetRole
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer
+from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.tiny import Tiny, ignore_progress, load_stage
 
 BLOCK = 8
@@ -80,6 +81,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10},
     "all-sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6, "is_causal": False},
     "reduced": {"form": "speculators", "token_ids": range(1, 256, 3)},
+    "dflash2": {"own": DFLASH2, "layer_types": (SLIDING, FULL), "sliding_window": 10, "is_causal": False},
+    "dspark": {"own": DSPARK | {"enable_confidence_head": True}, "block_size": 7},
+    "domino": {"own": DOMINO, "block_size": 7},
 }
 """The shapes of drafts that `MakeChain` writes: options of `write_draft` by label."""
 

@@ -104,6 +104,8 @@ async def test_nothing_is_replaced_under_open_sessions(worker: Worker, tiny: Tin
     assert caught.value.reason == "SESSIONS_OPEN"
     _, described = await load(worker, part)
     assert (described.open_sessions, described.session_bytes) == (1, session.held_bytes)
+    # It has loaded on its device's thread.
+    assert 0 < described.busy_ns < described.counted_ns
     await session.close()
     assert (await worker.describe()).session_bytes == 0
     _, described = await load(worker, draft_part(tiny, HeadPlace.LOADED))

@@ -14,8 +14,10 @@ from coordinator.api.http.chat_exchange import Talk, ToolUse
 from coordinator.api.http.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
-from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
+from coordinator.api.http.schemas import DetokenizeRequest, DrainRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
+from coordinator.engine.handover import Handover
+from coordinator.status.report import DRAIN_PATH, Drained
 from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
 from services.model.text_files import TOKENIZER_CONFIG
@@ -56,6 +58,22 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     @router.get("/version", tags=["Operations"], responses=QUERY_ERRORS)
     async def version() -> dict[str, str]:
         return {"version": metadata.version("flashsplit")}
+
+    handover = Handover(engine)
+
+    @router.post(DRAIN_PATH, tags=["Operations"], responses=BODY_ERRORS)
+    async def drain(body: DrainRequest) -> Drained:
+        """Another worker takes the place of one that is to be switched off, with its weights, its kept prefixes and
+        the state of the answers that run: these pause, lose nothing and compute nothing twice. Answers when it is
+        done; a worker that this server started has ended by then."""
+        done = await handover.drain(body.worker, body.to)
+        return Drained(
+            worker=done.worker,
+            to=done.place,
+            prefixes=done.prefixes,
+            paused_ms=1e3 * done.paused_s,
+            computed_anew=done.anew,
+        )
 
     @router.post("/tokenize", tags=["Tokens"], responses=BODY_ERRORS)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -210,6 +210,17 @@ class CompletionRequest(SamplingFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
 
+class DrainRequest(BaseModel):
+    """The body of /v1/drain. worker: the one whose place another one takes: "stage 0", "draft", or its address. to: the
+    other one: a worker that stands by, by its device or address; one that runs at an address without a part; or a
+    device on which one is started."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker: str
+    to: str
+
+
 class TokenizeRequest(LenientModel):
     """The body of /tokenize: a text, or messages that go through the chat template."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -16,6 +15,7 @@ from coordinator.api.http.client_connection import ClientConnection, ConnectionC
 from services.errors import Unavailable
 from services.net.client_server import CLIENT_TIMEOUT_S
 from services.net.client_tls import ClientTls
+from services.net.revocation import Revocations
 
 GRACE_S = 5
 """How long last bytes may take to reach their clients when the server stops."""
@@ -56,12 +56,10 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            ssl_certfile=tls.cert if tls is not None else None,
-            ssl_keyfile=tls.key if tls is not None else None,
-            ssl_ca_certs=str(tls.ca) if tls is not None and tls.ca is not None else None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if tls is not None and tls.ca is not None else ssl.CERT_NONE,
+            ssl_context_factory=None if tls is None else lambda *_: tls.for_sockets(),
         )
         config.client_timeout_s = client_timeout_s
+        config.revocations = Revocations if tls is None else lambda: tls.revocations
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 

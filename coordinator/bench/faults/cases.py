@@ -9,13 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Fault(StrEnum):
-    """What befalls a worker: its process is killed (SIGKILL), or stopped and not continued (SIGSTOP)."""
-
-    KILL = "kill"
-    STOP = "stop"
-
-
 class Phase(StrEnum):
     """When it does.
 
@@ -30,6 +23,24 @@ class Phase(StrEnum):
     VERIFY = "verify"
     SAVE = "save"
     RESTORE = "restore"
+
+
+class Fault(StrEnum):
+    """What befalls a worker: its process is killed (SIGKILL), stopped and not continued (SIGSTOP), or drained: another
+    one takes its place, and it ends."""
+
+    KILL = "kill"
+    STOP = "stop"
+    DRAIN = "drain"
+
+    @property
+    def phases(self) -> list[Phase]:
+        """When it can be: where nobody is lost, nobody loads for a lost one."""
+        return [phase for phase in Phase if self is not Fault.DRAIN or phase is not Phase.LOADING]
+
+    def befalls(self, worker: str) -> bool:
+        """Return whether it can befall a worker of this name: one that stands by has no place to be taken."""
+        return self is not Fault.DRAIN or not worker.startswith("stand-by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +82,21 @@ def spread_cases(
     chosen = []
     for fault, count in counts.items():
         everything = {}
-        for phase in phases:
-            kinds = [(shape, worker, many) for shape in shapes for worker in shape.workers for many in requests]
+        met = [phase for phase in phases if phase in fault.phases]
+        for phase in met:
+            kinds = [
+                (shape, worker, many)
+                for shape in shapes
+                for worker in shape.workers
+                for many in requests
+                if fault.befalls(worker)
+            ]
             draw.shuffle(kinds)
             everything[phase] = itertools.cycle(kinds)
-        for phase in itertools.islice(itertools.cycle(phases), count):
+        for phase in itertools.islice(itertools.cycle(met), count):
             chosen.append((*next(everything[phase]), phase, fault))
-    chosen.sort(key=lambda case: shapes.index(case[0]))
+    # Those that are drained last: the first of them takes the place of who stands by.
+    chosen.sort(key=lambda case: (shapes.index(case[0]), case[-1] is Fault.DRAIN))
     return [
         Case(number, shape, worker, phase, many, fault)
         for number, (shape, worker, many, phase, fault) in enumerate(chosen)

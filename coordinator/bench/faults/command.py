@@ -53,6 +53,14 @@ class FaultOptions:
         int,
         Flag("How often a worker is stopped (SIGSTOP), as one whose host hangs.", type=click.IntRange(0), metavar="N"),
     ] = 12
+    drains: Annotated[
+        int,
+        Flag(
+            "How often a worker is drained: a new one takes its place, as by flashsplit drain.",
+            type=click.IntRange(0),
+            metavar="N",
+        ),
+    ] = 12
     phases: Annotated[
         str | None,
         Flag(
@@ -66,7 +74,7 @@ class FaultOptions:
     @property
     def counts(self) -> dict[Fault, int]:
         """How many of each fault."""
-        return {Fault.KILL: self.kills, Fault.STOP: self.stops}
+        return {Fault.KILL: self.kills, Fault.STOP: self.stops, Fault.DRAIN: self.drains}
 
     def chosen(self, *, has_draft: bool) -> list[Phase]:
         """Return the phases. Raises InvalidArgument for an unknown one, and for one that there is not."""
@@ -96,7 +104,7 @@ async def faults(
     workers: tuple[int, ...],
     requests: tuple[int, ...],
 ) -> None:
-    """Kill and stop workers while they answer, and see whether every answer survives.
+    """Kill, stop and drain workers while they answer, and see whether every answer survives.
 
     \b
       flashsplit bench faults --model DIR --draft DIR --exact --standby cpu

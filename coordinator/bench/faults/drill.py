@@ -19,6 +19,7 @@ from coordinator.bench.faults.cases import Case, Fault, Phase
 from coordinator.bench.faults.traces import Watched
 from coordinator.cli.started_model import StartedModel
 from coordinator.engine.engine import Engine
+from coordinator.engine.handover import Handover
 from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.text.model_files import ModelFiles
@@ -114,19 +115,25 @@ class Drill:
             await self._settled()
             self._cache.drop_all()
             await self._settled()
+        # Beforehand: it takes longer than answers do.
+        successor = await self._cluster.prepare(case.worker, "cpu") if case.fault is Fault.DRAIN else None
         self._awaited, self._countdown = _STEPS_OF.get(case.phase, ()), draw.randrange(1, 2 + 3 * case.requests)
         self._reached = asyncio.Event()
         asking = asyncio.ensure_future(self._ask_all(self._engine, requests))
         try:
             await self._moment(asking, draw)
             at = time.monotonic()
-            lost = None if asking.done() else self._strike(case)
+            lost = None if asking.done() else self._process_id(case.worker)
+            if successor is None:
+                self._strike(lost, case.fault)
+            else:
+                await Handover(self._engine).hand_over(successor)
             if case.phase is Phase.LOADING and lost is not None:
                 while self._process_id(case.worker) in (lost, None) and not asking.done():
                     await asyncio.sleep(_SHORT_S)
                 self._watch()
                 await asyncio.sleep(draw.random() * _LONGEST_DELAY_S)
-                self._strike(case)
+                self._strike(self._process_id(case.worker), case.fault)
             told = await asking
         finally:
             asking.cancel()
@@ -154,13 +161,12 @@ class Drill:
             await asyncio.sleep(_SHORT_S)
         await asyncio.sleep(draw.random() * _LONGEST_DELAY_S)
 
-    def _strike(self, case: Case) -> int | None:
-        """Kill or stop the worker that the case names; returns its process, None where there is none now."""
-        process_id = self._process_id(case.worker)
+    @staticmethod
+    def _strike(process_id: int | None, fault: Fault) -> None:
+        """Kill or stop a worker, where there is one."""
         if process_id is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, _SIGNALS[case.fault])
-        return process_id
+                os.kill(process_id, _SIGNALS[fault])
 
     def _process_id(self, worker: str) -> int | None:
         """Return the process of the worker that is called so now; None while there is none."""

@@ -31,8 +31,10 @@ from coordinator.cli.options.standby import StandbyOptions
 from coordinator.cli.started_model import start_model
 from coordinator.cluster.supervisor import supervised
 from coordinator.engine.engine import Engine
+from coordinator.engine.handover import Handover
 from coordinator.status.board import Board
 from coordinator.text.model_files import read_model_files
+from services.reread import read_again_on_hangup
 
 SWITCH_S = 0.001
 """How long a thread that reads a large body may keep the interpreter from the event loop; Python's default is five
@@ -63,8 +65,11 @@ async def serve(
            -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
     Every flag can also be set as an environment variable (FLASHSPLIT_PORT for --port) or in --config. SIGTERM and
-    Ctrl-C let running answers finish and refuse new ones; a second signal ends everything at once.
+    Ctrl-C let running answers finish and refuse new ones; a second signal ends everything at once. Certificates, lists
+    of revoked ones, API keys and the cluster token are read again when their files change; SIGHUP reads them at once,
+    and the log's level if that stands in a file. Files that cannot be used are logged, and the old ones stay.
     """
+    read_again_on_hangup()
     keys, tls = access.load(listen.host)
     read = read_model_files(model.model, defaults.defaults(model.model))
     files = replace(read, tool_call_format=service.tool_call_parser, reasoning_format=service.reasoning_parser)
@@ -123,7 +128,8 @@ async def serve(
         _stay_prompt()
         _print_banner(engine, http_server, grpc_server, with_key=bool(keys))
         # While it drains nothing is restored: workers that are told to stop as well let running answers end.
-        async with supervised(started.cluster, replace_after_s=service.replace_after, quiet=engine.quiet):
+        supervision = supervised(started.cluster, replace_after_s=service.replace_after, quiet=engine.quiet)
+        async with supervision, Handover(engine).kept():
             await stop.wait()
         await _drain(engine, service.drain_timeout)
 

@@ -28,6 +28,7 @@ from services.model.quantization import Quantization, QuantizedTo
 from services.model.rope import parse_rope_scaling
 from services.net.security import Security, load_security
 from services.processes.launch import Launch, parse_commands, vendor_of
+from services.rpc.liveness import LOST_AFTER_S
 from services.rpc.payload_transport import PayloadTransport
 
 log = structlog.get_logger()
@@ -283,6 +284,15 @@ class WorkerOptions:
             metavar="SECONDS",
         ),
     ] = 0.0
+    lost_after: Annotated[
+        float,
+        Flag(
+            "A worker is lost when nothing has been heard of it for so long: its process was stopped, its host is gone "
+            "or the link passes nothing. One that merely computes or loads for longer is not.",
+            type=click.FloatRange(1.0),
+            metavar="SECONDS",
+        ),
+    ] = LOST_AFTER_S
 
     def check(self, places: Iterable[WorkerPlace], beside: Iterable[WorkerPlace]) -> None:
         """Raise InvalidArgument for an option without effect on the workers at these places.
@@ -343,10 +353,15 @@ class SecurityOptions:
         str | None,
         Flag("Expect this name in the workers' certificates.  [default: the host dialled]", metavar="NAME"),
     ] = None
+    tls_crl: Annotated[
+        str | None,
+        Flag("PEM list of certificates that the authority has revoked; see flashsplit certs revoke.", metavar="FILE"),
+    ] = None
     cluster_token_file: Annotated[
         str | None,
         Flag(
-            "The secret that the workers ask for.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
+            "The secret that the workers ask for; of several lines the first one.  [default: what "
+            "FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
             metavar="FILE",
         ),
     ] = None
@@ -355,7 +370,7 @@ class SecurityOptions:
         """Raise InvalidArgument for certificates where no worker at these addresses is reached over TCP."""
         if any(socket_path(address) is None for address in addresses):
             return
-        for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name"):
+        for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_crl"):
             if (value := getattr(self, name)) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise InvalidArgument(
@@ -371,6 +386,7 @@ class SecurityOptions:
             tls_key=self.tls_key,
             tls_ca=self.tls_ca,
             tls_server_name=self.tls_server_name,
+            tls_crl=self.tls_crl,
             cluster_token_file=self.cluster_token_file,
         )
 
@@ -458,6 +474,7 @@ class ClusterOptions:
             choose_split=choose_split,
             exact=self.compute.exact,
             standbys=standby.plan(lambda: self.models(files.path, draft)),
+            lost_after_s=self.workers.lost_after,
         )
 
     def models(self, model: Path, draft: Path | None) -> Models:

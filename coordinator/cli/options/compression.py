@@ -132,6 +132,7 @@ class CompressionOptions:
             directory,
             dtype=dtype,
             launch=cluster.launch,
+            lost_after_s=cluster.lost_after_s,
             on_progress=lambda progress: reporter.progress(
                 f"prefill drafter ({place})", progress.loaded_bytes, progress.total_bytes
             ),

@@ -60,7 +60,8 @@ LOOKUP = Path("ngram")
 """The word that asks for draft tokens without a model; a checkpoint in a directory of this name is named ./ngram."""
 
 _DRAFT = Flag(
-    "Where draft tokens come from: a DFlash draft checkpoint made for the target, or ngram, which needs no model and "
+    "Where draft tokens come from: a draft checkpoint made for the target (DFlash, DFlash2, DSpark or Domino), or "
+    "ngram, which needs no model and "
     "proposes what followed where the last tokens stood before in the prompt or the answer. Give it twice for both: "
     "each step takes those that promise more.",
     "--draft",
@@ -102,6 +103,24 @@ class ModelOptions(_Drafts):
 
     model: Annotated[Path, _TARGET]
     drafts: Annotated[tuple[Path, ...], _DRAFT] = ()
+
+
+_COMPARED = Flag(
+    "A draft to compare, given once for each: a draft checkpoint made for the target, or ngram.",
+    "--draft",
+    type=DraftSource(),
+    metavar="DIR|ngram",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedDrafts:
+    """The target, and drafts of it that are not used together."""
+
+    section: ClassVar = "Model options"
+
+    model: Annotated[Path, _TARGET]
+    drafts: Annotated[tuple[Path, ...], _COMPARED] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

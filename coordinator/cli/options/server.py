@@ -9,7 +9,7 @@ from typing import Annotated
 
 import click
 
-from coordinator.api.api_keys import ApiKeys, read_keys
+from coordinator.api.api_keys import ApiKeys
 from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
 from coordinator.cluster.supervisor import REPLACE_AFTER_S
@@ -58,6 +58,9 @@ class AccessOptions:
     )
     ssl_keyfile: Annotated[Path | None, Flag("The certificate's key.", metavar="FILE")] = None
     ssl_ca_certs: Annotated[Path | None, Flag("Who must have signed clients' own certificates.", metavar="FILE")] = None
+    ssl_crlfile: Annotated[
+        Path | None, Flag("PEM list of clients' certificates that their authority has revoked.", metavar="FILE")
+    ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
         Flag(
@@ -116,8 +119,8 @@ class AccessOptions:
         Raises InvalidArgument for files that cannot be used, and for a host that others reach without TLS or without a
         key, unless that is accepted by --insecure.
         """
-        keys = ApiKeys(read_keys(self.api_keys, self.api_key_file))
-        tls = load_client_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        keys = ApiKeys(self.api_keys, self.api_key_file)
+        tls = load_client_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_crlfile)
         if self.insecure or (keys and tls is not None) or is_loopback(f"[{host}]:0" if ":" in host else f"{host}:0"):
             return keys, tls
         missing = [] if tls is not None else ["a certificate with --ssl-certfile and --ssl-keyfile"]

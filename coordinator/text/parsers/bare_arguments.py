@@ -10,46 +10,20 @@ from collections.abc import Callable, Mapping
 
 from coordinator.text.parsers.argument_values import quote, to_json
 from coordinator.text.parsers.lark import json_schema, literal
-from coordinator.text.parsers.tagged_calls import Outcome, Step
+from coordinator.text.parsers.stepwise_reader import StepwiseReader
 from coordinator.text.parsers.tool_schema import OfferedTool
 
 _NAME = re.compile(r"[^<>\n]*")
 
 
-class BareArgumentsReader:
-    """Reads one call. What comes next is read by a method, which reads on from a position and returns the position
-    behind what it read, None to wait for more text."""
+class BareArgumentsReader(StepwiseReader):
+    """Reads one call."""
 
     def __init__(self, tools: Mapping[str, OfferedTool], first: Callable[[str, int], int | None]) -> None:
         """first: what reads the call's beginning."""
-        self.name: str | None = None
-        self._tools = tools
-        self._outcome = Outcome.READING
-        self._next = first
-        self._arguments: list[str] = []
-        self._seen: set[str] = set()
+        super().__init__(tools, first)
         self._types: frozenset[str] = frozenset()  # of the value that is being read
         self._value: list[str] = []  # what there is of it, unless it streams
-
-    def read(self, text: str) -> Step:
-        """See `CallReader`."""
-        position = 0
-        self._arguments = []
-        while self._outcome is Outcome.READING and (end := self._next(text, position)) is not None:
-            position = end
-        return Step(self._outcome, position, "".join(self._arguments))
-
-    def _begin_call(self, name: str) -> bool:
-        """Begin a call, and return whether there is a tool of this name."""
-        if name not in self._tools:
-            return False
-        self.name = name
-        self._arguments.append("{")
-        return True
-
-    def _end_call(self) -> None:
-        self._arguments.append("}")
-        self._outcome = Outcome.WHOLE
 
     def _begin_value(self, key: str) -> bool:
         """Begin an argument, and return whether it is the first of this name."""
@@ -76,10 +50,6 @@ class BareArgumentsReader:
     @property
     def _streams(self) -> bool:
         return self._types == {"string"}
-
-    def _break(self, position: int) -> int:
-        self._outcome = Outcome.BROKEN
-        return position
 
 
 def name_at(text: str, position: int) -> tuple[str, int]:

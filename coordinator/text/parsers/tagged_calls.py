@@ -20,6 +20,7 @@ from coordinator.text.parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from coordinator.text.parsers.held_text import HeldTextParser
 from coordinator.text.parsers.tags import END_TOOL_CALL, WHITESPACE, begins, skip_whitespace, unfinished
 
 
@@ -64,7 +65,7 @@ class _Part(Enum):
     LAYOUT = auto()  # the white space behind it
 
 
-class TaggedCallParser:
+class TaggedCallParser(HeldTextParser):
     """Finds calls in text.
 
     openings: the tags that begin a call, each with a function that makes its reader. closing: what may stand behind a
@@ -72,22 +73,13 @@ class TaggedCallParser:
     """
 
     def __init__(self, openings: dict[str, Callable[[], CallReader]], closing: str = END_TOOL_CALL) -> None:
+        super().__init__()
         self._openings, self._closing = openings, closing
         self._part = _Part.TEXT
-        self._held = ""
         self._index = 0
         self._reader: CallReader | None = None
         self._started = False
         self._call: list[str] = []  # all that was read of it, the white space in front included
-        self._events: list[Event] = []
-
-    def push(self, text: str) -> list[Event]:
-        """Take more text; return the events that are certain now, possibly none."""
-        self._held += text
-        while self._go_on():
-            pass
-        events, self._events = self._events, []
-        return events
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """See `ToolParser`."""
@@ -104,11 +96,9 @@ class TaggedCallParser:
             self._add_content(text.rstrip(WHITESPACE) if tag else text)
         # What may be held otherwise is the beginning of a closing tag, which belongs to the call.
         self._held = ""
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def _go_on(self) -> bool:
-        """Do the next thing that the held text allows; return False when more text is needed."""
         match self._part:
             case _Part.TEXT:
                 return self._find_call()

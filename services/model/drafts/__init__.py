@@ -1,7 +1,7 @@
 """Draft kinds without their math, one file each, found by name: their config.json, their tensors, what they cache.
 
-A checkpoint is of the kind whose name stands in its `architectures` or `speculators_model_type`, or has a
-`<name>_config` in its config.json. A kind's math is the worker's module of the same name.
+A checkpoint is of the kind whose name stands in its `architectures` or `speculators_model_type`, or another name of its
+layouts, or that has a `<name>_config` in its config.json. A kind's math is the worker's module of the same name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from services.model.tensor_headers import TensorHeader
 
 class DraftConfig(Protocol):
     """What the target's stages and the coordinator need to know of a draft's config.json."""
+
+    @property
+    def layout(self) -> str:
+        """What drafts of this layout are called."""
 
     @property
     def hidden_size(self) -> int:
@@ -50,6 +54,10 @@ class DraftConfig(Protocol):
         target's."""
 
     @property
+    def chooser_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The name and shape of each tensor by which tokens are chosen: they are needed where logits are made."""
+
+    @property
     def num_target_layers(self) -> int:
         """Number of blocks of the target that the draft was made for."""
 
@@ -59,6 +67,9 @@ class DraftConfig(Protocol):
 
 class DraftFormat(Protocol):
     """The functions of a module of this package."""
+
+    LAYOUTS: tuple[str, ...]
+    """What else such drafts are called, in lower case, where their layouts have names of their own."""
 
     def read_config(self, raw: Mapping[str, Any]) -> DraftConfig:
         """Read a config.json. Raises InvalidArgument for values out of range, Unimplemented for what is not served."""
@@ -86,7 +97,7 @@ def draft_kind(raw: Mapping[str, Any]) -> str | None:
     """Return the name of the draft kind that a config.json is of, None where it is of none."""
     text = " ".join(_marks(raw)).lower()
     for name in known_drafts():
-        if name in text or f"{name}_config" in raw:
+        if f"{name}_config" in raw or any(known in text for known in (name, *draft_format(name).LAYOUTS)):
             return name
     return None
 

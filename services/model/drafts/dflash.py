@@ -14,20 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
+from services.model.choosers import ChooserConfig, chooser_format, chooser_name
+from services.model.choosers.argmax import ArgmaxConfig
 from services.model.config import AttentionShape, LayerKind, check_heads, read_layer_kinds
 from services.model.config_reader import ConfigReader
 from services.model.rope import Rope, context_length, read_rope
 from services.model.tensor_headers import TensorHeader
 
-_REFUSED = {
-    "DFlash2DraftModel": "DFlash2",
-    "DSparkDraftModel": "DSpark",
-    "DominoDraftModel": "Domino",
-}
+LAYOUTS = ("dspark", "domino")
+"""As of `DraftFormat`: layouts of the same layers that are not called after DFlash."""
+
+_REFUSED = ("eagle", "xpress")
+"""Marks of layouts that are not served, in lower case."""
 _ALIASES = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^encoder\.fc\."), "fc."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+    # Containers of what chooses tokens.
+    (re.compile(r"^(logit_head|logits_correction)\."), ""),
 )
 # Copies of the target's own tensors, which are shared instead, and a map that follows from the other one.
 _IGNORED = re.compile(r"^(embed_tokens\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
@@ -35,6 +39,18 @@ _IGNORED = re.compile(r"^(embed_tokens\.weight|t2d|verifier_.*|.*rotary_emb\.inv
 TOKEN_OFFSETS = "d2t"
 """The tensor that says for which tokens of the target the rows of a reduced vocabulary stand: how much more the token's
 number is than the row's. It is no weight, and not among `tensor_shapes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConvolutionShape:
+    """Convolutions over a block's rows around every sublayer, as DFlash2 has them.
+
+    taps: how many rows each one mixes, itself and those before it. group: how many neighbouring elements share the part
+    of the kernels that depends on the row.
+    """
+
+    taps: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +73,30 @@ class DFlashConfig:
     window: int | None
     """How far sliding layers look back, in tokens."""
     block_size: int
-    """Rows of a block: the known token and the most draft tokens of one proposal."""
+    """Rows of a verify: the known token and the most draft tokens of one proposal."""
     mask_token_id: int
     capture_layers: tuple[int, ...]
     """The 0-based target blocks whose output is read, in the order of the columns of `fc`."""
     num_target_layers: int
     draft_vocab_size: int | None = None
     """How many tokens the draft has an lm_head of its own for; None where it shares the target's."""
+    chooser: ChooserConfig = ArgmaxConfig()
+    """How it chooses tokens by the logits of a block."""
+    from_anchor: bool = False
+    """Whether the row of the known token already stands for the first draft token, so that a block has as many rows as
+    draft tokens; else each draft token has a row of its own behind that one."""
+    convolution: BlockConvolutionShape | None = None
+    """What surrounds the sublayers of all layers, None for nothing."""
+
+    @property
+    def layout(self) -> str:
+        """What drafts of this layout are called."""
+        return self.chooser.layout
+
+    @property
+    def chooser_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The name and shape of each tensor of the chooser."""
+        return self.chooser.tensor_shapes(self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size)
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +124,7 @@ class DFlashConfig:
 def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """Read a config.json.
 
-    Raises Unimplemented, by name, for draft formats that are not DFlash, InvalidArgument for keys out of range.
+    Raises Unimplemented, by name, for layouts that are not served, InvalidArgument for keys out of range.
     """
     _refuse_other_formats(raw)
     decoder = raw.get("transformer_layer_config")
@@ -100,6 +133,16 @@ def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
     reader.only("hidden_act", "silu")
     reader.only("is_neox_style", True)
     reader.only("input_embedding_scale", 1.0)
+    reader.only("attn_output_gate", False)
+    name = chooser_name(raw)
+    chooser = chooser_format(name).read_config(reader)
+    # What DeepSeek-V4 has of its own, beside layers of another kind.
+    reader.only("dspark_target_layer_ids")
+    if name != "dspark" and reader.has("markov_rank"):
+        raise Unimplemented(
+            "draft config.json: markov_rank marks a DSpark draft, but its architectures name none", field="markov_rank"
+        )
+    from_anchor = reader.flag("sample_from_anchor", chooser.from_anchor)
     layers = reader.integer("num_hidden_layers")
     full = (LayerKind.FULL,) * layers
     if reader.flag("use_swa", False):
@@ -122,13 +165,16 @@ def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
         max_position=context_length(reader, rope),
         attention_bias=reader.flag("attention_bias", False),
         layer_kinds=kinds,
-        causal=_causal(reader, kinds),
+        causal=_causal(reader, kinds, sliding=not (name == "domino" or (name == "dflash2" and decoder is not None))),
         window=reader.integer(window_key) if LayerKind.SLIDING in kinds else None,
-        block_size=reader.integer("block_size", at_least=2),
+        block_size=reader.integer("block_size", at_least=2) + int(from_anchor),
         mask_token_id=reader.integer("mask_token_id", at_least=0),
         capture_layers=_capture_layers(reader, layers),
         num_target_layers=reader.integer("num_target_layers", 1),
         draft_vocab_size=_reduced_vocabulary(reader),
+        chooser=chooser,
+        from_anchor=from_anchor,
+        convolution=_convolution(reader) if name == "dflash2" else None,
     )
     check_heads(config.heads, config.kv_heads, "draft config.json")
     if config.mask_token_id >= config.vocab_size:
@@ -152,6 +198,7 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.draft_vocab_size is not None:
         shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
+    shapes |= config.chooser_shapes
     for index in range(config.num_layers):
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
@@ -168,6 +215,13 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
             f"{attention}q_norm.weight": (config.head_dim,),
             f"{attention}k_norm.weight": (config.head_dim,),
         }
+        if config.convolution is not None:
+            taps, groups = config.convolution.taps, hidden // config.convolution.group
+            for sublayer in ("attention", "mlp"):
+                shapes |= {
+                    f"{prefix}{sublayer}_conv.base_kernel": (2, taps, hidden),
+                    f"{prefix}{sublayer}_conv.kernel_projection.weight": (2 * taps * groups, hidden),
+                }
         if config.attention_bias:
             extents = {"q": queries, "k": keys, "v": keys, "o": hidden}
             shapes |= {f"{attention}{part}_proj.bias": (size,) for part, size in extents.items()}
@@ -241,36 +295,41 @@ def _own_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other_formats(raw: Mapping[str, Any]) -> None:
-    names = [*(raw.get("architectures") or []), str(raw.get("speculators_model_type") or "dflash")]
-    for name in names:
-        label = _REFUSED.get(name) or {"dflash2": "DFlash2", "dspark": "DSpark"}.get(name.lower())
-        if label is None and ("eagle" in name.lower() or "domino" in name.lower()):
-            label = name
-        if label is not None:
+    nested = raw.get("dflash_config") or {}
+    names = [*(raw.get("architectures") or []), raw.get("speculators_model_type"), nested.get("projector_type")]
+    for name in map(str, filter(None, names)):
+        if any(mark in name.lower() for mark in _REFUSED):
             raise Unimplemented(
-                f"draft format {label} is not supported: only DFlash drafts are",
+                f"draft format {name} is not supported: only DFlash, DFlash2, DSpark and Domino drafts are",
                 field="architectures",
             )
-    nested = raw.get("dflash_config") or {}
-    for key, label in (
-        ("dspark_target_layer_ids", "DSpark"),
-        ("markov_rank", "DSpark"),
-        ("projector_type", "Domino"),
-        ("sample_from_anchor", "DFlash with sample_from_anchor"),
-    ):
-        if raw.get(key) or nested.get(key):
-            raise Unimplemented(f"draft config.json: {key} marks a {label} draft, which is not supported")
 
 
-def _causal(reader: ConfigReader, kinds: tuple[LayerKind, ...]) -> tuple[bool, ...]:
-    """Read for each layer whether it is causal: without any flag, exactly when it is sliding."""
+def _convolution(reader: ConfigReader) -> BlockConvolutionShape:
+    shape = BlockConvolutionShape(taps=reader.integer("conv_kernel_size"), group=reader.integer("conv_group_size"))
+    hidden, block = reader.integer("hidden_size"), reader.integer("block_size", at_least=2)
+    if shape.taps > block:
+        raise InvalidArgument(
+            f"{reader.source}: conv_kernel_size is {shape.taps}; it must be at most block_size, {block}",
+            field="conv_kernel_size",
+        )
+    if hidden % shape.group:
+        raise InvalidArgument(
+            f"{reader.source}: conv_group_size is {shape.group}; it must divide hidden_size, {hidden}",
+            field="conv_group_size",
+        )
+    return shape
+
+
+def _causal(reader: ConfigReader, kinds: tuple[LayerKind, ...], *, sliding: bool) -> tuple[bool, ...]:
+    """Read for each layer whether it is causal. sliding: whether without a flag sliding layers are, and only they."""
     if reader.has("sliding_window_non_causal"):
-        kept = not reader.flag("sliding_window_non_causal", False)
-        return tuple(kept and kind is LayerKind.SLIDING for kind in kinds)
+        sliding = not reader.flag("sliding_window_non_causal", False)
+        return tuple(sliding and kind is LayerKind.SLIDING for kind in kinds)
     for key in ("is_causal", "causal"):
         if reader.has(key):
             return (reader.flag(key, False),) * len(kinds)
-    return tuple(kind is LayerKind.SLIDING for kind in kinds)
+    return tuple(sliding and kind is LayerKind.SLIDING for kind in kinds)
 
 
 def _reduced_vocabulary(reader: ConfigReader) -> int | None:

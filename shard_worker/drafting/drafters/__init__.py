@@ -17,6 +17,7 @@ from services.model.drafts import DraftConfig, check_draft_kind
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import StateView, TensorGroup
 from shard_worker.device.devices import Device
+from shard_worker.drafting.choosers import Chooser
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.features import Features
 from shard_worker.weights.checkpoint import Checkpoint
@@ -46,7 +47,8 @@ class DraftRunner(Protocol):
     """A draft's kernels on a GPU, for one head: for one session a call, or for several.
 
     `append` and `propose` are complete steps. A caller that completes the step parameters on the device uses the other
-    methods: it fills `appending` and `proposing`, puts the known tokens' embeddings into `known_rows`, and launches.
+    methods: it fills `appending` and `proposing`, puts the known tokens into `known_tokens` and their embeddings into
+    `known_rows`, and launches.
     """
 
     @property
@@ -65,12 +67,16 @@ class DraftRunner(Protocol):
     def known_rows(self) -> torch.Tensor:
         """Where the embedding of each block's known token belongs, [sessions, hidden]: one for each of a call."""
 
+    @property
+    def known_tokens(self) -> torch.Tensor:
+        """Where each block's known token itself belongs, int64 [sessions]."""
+
     def takes(self, states: Sequence[Any], appended: Sequence[int], draft_tokens: Sequence[int]) -> bool:
         """Say whether so many rows of features of each session, and blocks of so many draft tokens behind them, can be
         computed by these kernels."""
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
-        """Compile everything, and capture what a session alone needs. mask_row: the mask token's embedding, [hidden].
+        """Compile and capture everything. mask_row: the mask token's embedding, [hidden].
 
         embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
         """
@@ -79,9 +85,10 @@ class DraftRunner(Protocol):
         """Take the features of committed rows, as `Draft.append`: `Draft.mix` of them, [n, hidden]."""
 
     def propose(
-        self, states: Sequence[Any], embedded: torch.Tensor, draft_tokens: Sequence[int]
+        self, states: Sequence[Any], embedded: torch.Tensor, draft_tokens: Sequence[int], known: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Return each session's most probable draft tokens. The arguments are as in `Draft.propose`."""
+        """Return each session's draft tokens. known: the token before each session's; the other arguments are as in
+        `Draft.propose`."""
 
     def send_append_parameters(self, states: Sequence[Any], counts: Sequence[int]) -> None:
         """Send to the device where the next rows of each context go, one session's behind the other's. None instead of
@@ -158,6 +165,10 @@ class Draft(Protocol):
         """What turns its hidden rows into tokens; None where that is the target's lm_head."""
 
     @property
+    def chooser(self) -> Chooser | None:
+        """What chooses tokens by the logits of either; None where another worker makes logits and chooses."""
+
+    @property
     def has_kernels(self) -> bool:
         """Whether `make_runner` can be called: the kind has kernels, and they run this draft on its device."""
 
@@ -181,13 +192,19 @@ class DraftKind(Protocol):
         dtype: str | None,
         on_progress: Callable[[int, int], None],
         pool: PagePool | None = None,
+        *,
+        projected: bool = False,
     ) -> Draft:
         """Load a draft. dtype: None keeps the checkpoint's own. on_progress: called with bytes read and bytes in all.
-        pool: where its sessions' pages come from, None for one without a bound.
+        pool: where its sessions' pages come from, None for one without a bound. projected: whether its hidden rows go
+        to the target's lm_head in another worker, unless it has one of its own: that worker then has the chooser.
 
         Raises InvalidArgument for missing, unknown or mis-shaped tensors, and what reading its config.json
         raises.
         """
+
+    def load_chooser(self, checkpoint: Checkpoint, device: Device, dtype: str) -> Chooser:
+        """Load what chooses tokens alone, for hidden rows that come from another worker. Raises as `load`."""
 
 
 def drafter_of(checkpoint: Checkpoint) -> DraftKind:

@@ -7,14 +7,15 @@ input for the block. The context is projected once, when features arrive; a prop
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from services.errors import InvalidArgument
+from services.errors import InvalidArgument, Unimplemented
 from services.model.config import LayerKind
 from services.model.draft_tensors import draft_bytes
 from services.model.drafts import draft_dtype
@@ -30,10 +31,24 @@ from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device, check_room
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name
+from shard_worker.drafting import choosers
+from shard_worker.drafting.block_convolution import around, earlier_rows
+from shard_worker.drafting.choosers import Chooser
+from shard_worker.drafting.choosers.argmax import Argmax
+from shard_worker.drafting.choosers.dflash2 import MOST_RANK, Selector
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.features import Features
-from shard_worker.model.kernel_support import can_read, can_run
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights, matrices_of
+from shard_worker.model.kernel_support import can_read, can_run, log_missing
+from shard_worker.model.layer_weights import (
+    AttentionWeights,
+    BlockConvolution,
+    DecoderWeights,
+    LayerTensors,
+    LoadedWhenAsked,
+    MlpWeights,
+    SublayerConvolutions,
+    matrices_of,
+)
 from shard_worker.model.layers.swiglu import run as run_mlp
 from shard_worker.model.rows import Rows, rope_of_rows
 from shard_worker.ops.attention import attend, grouped_mask, visibility
@@ -75,6 +90,23 @@ class DFlashState:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """The rows of several sessions' blocks in one proposal, one session's behind the other's.
+
+    states: their contexts, which the blocks follow. counts: how many rows each has. places: where these are. rows: what
+    layers see of them. earlier: as of `earlier_rows`, none without convolutions. masks: by session and kind of layer,
+    what its rows may not see, for those that were asked for.
+    """
+
+    states: Sequence[DFlashState]
+    counts: Sequence[int]
+    places: Sequence[slice]
+    rows: Rows
+    earlier: Sequence[torch.Tensor]
+    masks: dict[tuple[int, LayerKind, bool], torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class DFlashDraft:
     """A loaded DFlash draft.
 
@@ -95,6 +127,7 @@ class DFlashDraft:
     context: tuple[Weight, ...]
     rotation: Rotation
     pool: PagePool
+    chooser: Chooser | None
     own_head: DraftHead | None
 
     def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> DFlashState:
@@ -192,46 +225,73 @@ class DFlashDraft:
     ) -> torch.Tensor:
         """Return the hidden rows of all draft tokens, as `Draft.propose`."""
         config, fixed_rows = self.config, states[0].batch_invariant_rows
-        counts = [tokens + 1 for tokens in draft_tokens]
+        counts = [tokens if config.from_anchor else tokens + 1 for tokens in draft_tokens]
         places, mask = _places(counts), len(states)
-        index = [row for known, tokens in enumerate(draft_tokens) for row in (known, *[mask] * tokens)]
+        index = [row for known, count in enumerate(counts) for row in (known, *[mask] * (count - 1))]
         device = self.device.torch_device
         hidden = embedded.to(device, self.dtype)[torch.tensor(index, device=device)]
         rope = self._rope([(state.length, count) for state, count in zip(states, counts, strict=True)], fixed_rows)
         rows = Rows((), {config.rope: rope}, batch_invariant_rows=fixed_rows)
-        masks: dict[tuple[int, LayerKind, bool], torch.Tensor | None] = {}
-        for (kind, slot), causal, weights in zip(states[0].layers, config.causal, self.layers, strict=True):
-            mixer = weights.mixer
-            assert isinstance(mixer, AttentionWeights)
-            assert mixer.qk_norm is not None
-            x = rms_norm(hidden, weights.input_norm, config.norm_eps)
-            projected = mixer.qkv.matmul(x, mixer.qkv_bias, fixed_rows).view(len(x), -1, config.head_dim)
-            normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
-            rotated = apply_rope(normed, rope)
-            values = projected[:, config.heads + config.kv_heads :]
-            mixed = []
-            for number, (state, own) in enumerate(zip(states, places, strict=True)):
-                cache, end = state.caches[kind], state.length + counts[number]
-                cache.store(slot, state.length, rotated[own, config.heads :], values[own])
-                span = min(cache.slots, end)
-                if (number, kind, causal) not in masks:
-                    masks[number, kind, causal] = self._mask(kind, causal, state.length, end, span, cache.slots)
-                seen = masks[number, kind, causal]
-                mixed.append(attend(rotated[own, : config.heads], *cache.span(slot, span), seen))
-            together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-            hidden = hidden + mixer.out.matmul(together, mixer.out_bias, fixed_rows)
-            normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
+        taps = 0 if config.convolution is None else config.convolution.taps
+        blocks = Blocks(states, counts, places, rows, earlier_rows(counts, taps, device))
+        for layer, weights in enumerate(self.layers):
             assert isinstance(weights.mlp, MlpWeights)
-            hidden = hidden + run_mlp(weights.mlp, normed, rows)
-        guessed = [row for row, known in enumerate(index) if known == mask]
+            attention = functools.partial(self._attention, layer, blocks)
+            mlp = functools.partial(run_mlp, weights.mlp, rows=rows)
+            x = rms_norm(hidden, weights.input_norm, config.norm_eps)
+            if weights.convolutions is None:
+                hidden = hidden + attention(x)
+            else:
+                hidden = hidden + around(weights.convolutions.attention, attention, x, blocks.earlier, fixed_rows)
+            x = rms_norm(hidden, weights.post_norm, config.norm_eps)
+            if weights.convolutions is None:
+                hidden = hidden + mlp(x)
+            else:
+                hidden = hidden + around(weights.convolutions.mlp, mlp, x, blocks.earlier, fixed_rows)
+        guessed = [row for row, known in enumerate(index) if config.from_anchor or known == mask]
         return rms_norm(hidden[torch.tensor(guessed, device=device)], self.norm, config.norm_eps)
+
+    def _attention(self, layer: int, blocks: Blocks, x: torch.Tensor) -> torch.Tensor:
+        """Return what a layer's attention makes of its normed input, the rows x [n, hidden] of all blocks."""
+        config, mixer, fixed_rows = self.config, self.layers[layer].mixer, blocks.rows.batch_invariant_rows
+        (kind, slot), causal = blocks.states[0].layers[layer], config.causal[layer]
+        assert isinstance(mixer, AttentionWeights)
+        assert mixer.qk_norm is not None
+        projected = mixer.qkv.matmul(x, mixer.qkv_bias, fixed_rows).view(len(x), -1, config.head_dim)
+        normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
+        rotated = apply_rope(normed, blocks.rows.ropes[config.rope])
+        values = projected[:, config.heads + config.kv_heads :]
+        mixed = []
+        for number, (state, own) in enumerate(zip(blocks.states, blocks.places, strict=True)):
+            cache, end = state.caches[kind], state.length + blocks.counts[number]
+            cache.store(slot, state.length, rotated[own, config.heads :], values[own])
+            span = min(cache.slots, end)
+            if (number, kind, causal) not in blocks.masks:
+                blocks.masks[number, kind, causal] = self._mask(kind, causal, state.length, end, span, cache.slots)
+            seen = blocks.masks[number, kind, causal]
+            mixed.append(attend(rotated[own, : config.heads], *cache.span(slot, span), seen))
+        together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        return mixer.out.matmul(together, mixer.out_bias, fixed_rows)
 
     @property
     def has_kernels(self) -> bool:
         """Whether kernels can run this draft on its device."""
         matrices = [matrix for weights in self.layers for matrix in matrices_of(weights)]
         matrices.append(self.fc)
-        return can_run(self.device, [self.config.head_dim]) and can_read(self.device, matrices)
+        if isinstance(self.chooser, Selector):
+            matrices.append(self.chooser.projection)
+        if not can_run(self.device, [self.config.head_dim]) or not can_read(self.device, matrices):
+            return False
+        if isinstance(self.chooser, Selector) and not self.chooser.fits_kernels:
+            log_missing(self.device, f"selectors of more than {MOST_RANK} numbers a token")
+            return False
+        if self.config.from_anchor:
+            log_missing(self.device, "drafts that propose from the known token's row on")
+            return False
+        if not isinstance(self.chooser, Argmax | Selector | None):
+            log_missing(self.device, f"the way in which a {self.config.layout} draft chooses tokens")
+            return False
+        return True
 
     def make_runner(self, head: DraftHead, *, graphs: bool, sessions: int | None = None) -> DFlashRunner:
         """Return a runner of this draft, as `Draft.make_runner`."""
@@ -276,14 +336,25 @@ def load(
     dtype: str | None,
     on_progress: Callable[[int, int], None],
     pool: PagePool | None = None,
+    *,
+    projected: bool = False,
 ) -> DFlashDraft:
     """Load a draft. dtype: None keeps the checkpoint's own; norms keep theirs. pool: where its sessions' pages come
-    from, None for one without a bound.
+    from, None for one without a bound. projected: as of `DraftKind.load`.
 
     Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats.
     """
     config = read_config(checkpoint.config)
     names = find_tensors(config, checkpoint.headers, checkpoint.directory)
+    chooses = not projected or config.draft_vocab_size is not None
+    if chooses and projected and config.chooser.needs_embedding:
+        raise Unimplemented(
+            f"a {config.layout} draft with an lm_head of its own chooses tokens by the target's embedding too, "
+            "which its worker has with --draft-head loaded only",
+            field="--draft-head",
+        )
+    if not chooses:
+        names = {name: stored for name, stored in names.items() if name not in config.chooser_shapes}
     total = sum(checkpoint.size_bytes(name) for name in names.values())
     chosen_dtype = dtype_from_name(
         draft_dtype(checkpoint.config, names, checkpoint.headers) if dtype is None else dtype
@@ -341,6 +412,7 @@ def load(
                 matrices("mlp.gate", "mlp.up").prepared(),
                 matrices("mlp.down").prepared(),
             ),
+            convolutions=convolutions(index),
         )
         context = qkv.select_rows(slice(config.heads * config.head_dim, None)).prepared()
         if not isinstance(context, DenseWeight):
@@ -348,9 +420,22 @@ def load(
             resident += context.nbytes
         return layer, context
 
+    def convolutions(index: int) -> SublayerConvolutions | None:
+        if config.convolution is None:
+            return None
+        attention, mlp = (
+            BlockConvolution(
+                read(f"layers.{index}.{sublayer}_conv.base_kernel").float(),
+                matrix(f"layers.{index}.{sublayer}_conv.kernel_projection.weight").prepared(),
+            )
+            for sublayer in ("attention", "mlp")
+        )
+        return SublayerConvolutions(attention, mlp)
+
     def own_head() -> DraftHead | None:
         if config.draft_vocab_size is None:
             return None
+        assert chooser is not None
         rows = torch.arange(config.draft_vocab_size)
         token_ids = rows + checkpoint.tensor(TOKEN_OFFSETS)
         least, most = int(token_ids.min()), int(token_ids.max())
@@ -360,9 +445,10 @@ def load(
                 f"{config.vocab_size}",
                 field=TOKEN_OFFSETS,
             )
-        return DraftHead(matrix("lm_head.weight").prepared(), token_ids.to(device.torch_device))
+        return DraftHead(matrix("lm_head.weight").prepared(), token_ids.to(device.torch_device), chooser)
 
     heads_of = (("q", config.heads), ("k", config.kv_heads))
+    chooser = _make_chooser(config, matrix, read) if chooses else None
     layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)
     return DFlashDraft(
         config=config,
@@ -375,6 +461,7 @@ def load(
         layers=layers,
         context=context,
         rotation=Rotation.of(config.rope, device.torch_device),
+        chooser=chooser,
         own_head=own_head(),
         # Last: it counts what is read above.
         weight_bytes=resident,
@@ -387,3 +474,29 @@ def read_fc(checkpoint: Checkpoint) -> tuple[DFlashConfig, torch.Tensor]:
     the mapped file."""
     config = read_config(checkpoint.config)
     return config, checkpoint.dense(find_tensors(config, checkpoint.headers, checkpoint.directory)["fc.weight"])
+
+
+def load_chooser(checkpoint: Checkpoint, device: Device, dtype: str) -> Chooser:
+    """Load a draft's chooser alone, as `DraftKind.load_chooser`."""
+    config, chosen_dtype = read_config(checkpoint.config), dtype_from_name(dtype)
+    names = find_tensors(config, checkpoint.headers, checkpoint.directory)
+    own = {name: names[name] for name in config.chooser_shapes}
+    on_cpu = device.torch_device.type == "cpu"
+    check_room(
+        device, draft_bytes(own, checkpoint.headers, dtype, is_multiplied_apart, on_cpu=on_cpu), "the draft's chooser"
+    )
+    return _make_chooser(
+        config,
+        lambda name: checkpoint.weight(own[name], device.torch_device, chosen_dtype),
+        lambda name: checkpoint.place(own[name], device.torch_device, chosen_dtype),
+    )
+
+
+def _make_chooser(
+    config: DFlashConfig, matrix: Callable[[str], Weight], vector: Callable[[str], torch.Tensor]
+) -> Chooser:
+    """Return the chooser of tensors that are loaded by their names, matrices that rows are multiplied by apart."""
+    names = config.chooser_shapes
+    return choosers.load_chooser(
+        config.chooser, LayerTensors(LoadedWhenAsked(names, matrix), LoadedWhenAsked(names, vector))
+    )

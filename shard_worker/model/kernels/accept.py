@@ -16,14 +16,18 @@ STOPS = 8
 """The most stop tokens of a session that there is room for."""
 
 ASKED = 1 + STOPS
-"""Numbers of a session that say what is asked for: 1 where it is decided here, else 0; and then its stop tokens, -1
-where there is none."""
+"""Numbers of a session that say what is asked for: one of those below, and then its stop tokens, -1 where there is
+none."""
+
+UNDECIDED, ACCEPTED, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Which of a session's rows count: it is not decided here; those of accepted draft tokens; all, as those of a prompt,
+of which only the token behind the last one counts."""
 
 
 @triton.jit(do_not_specialize=["step_line", "counts", "line", "stride", "hidden"])
 def _accept(
     step, step_line, tokens, chosen, asked, outcome, counts, appending, appended, proposing, line, stride, embedding,
-    known_rows, hidden,
+    known_rows, known_tokens, hidden,
     TOGETHER: tl.constexpr, SESSION_ROWS: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr,
     ASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -34,14 +38,14 @@ def _accept(
     asked += session * ASKED
     ms = tl.arange(0, SESSION_ROWS)
     rows = tl.load(step + ROWS)
+    whole = tl.load(asked) == WHOLE
     if TOGETHER:
         first = tl.load(step + FIRST_ROW)
         tokens += first
         chosen += first
         appended += first
-        rows *= tl.load(asked)
-        if rows == 0:
-            tl.store(outcome + session, rows)
+        if (rows == 0) | (tl.load(asked) == UNDECIDED):
+            tl.store(outcome + session, tl.zeros_like(rows))
             return
         outcome_at = outcome + counts + first
     else:
@@ -51,10 +55,11 @@ def _accept(
     goes_on = goes_on & (found == tl.load(tokens + 1 + ms, mask=goes_on, other=-1))
     for stop in tl.static_range(STOPS):
         goes_on = goes_on & (found != tl.load(asked + 1 + stop))
-    last = tl.min(tl.where(goes_on, SESSION_ROWS, ms), 0)
-    count = (last + 1).to(tl.int64)
-    tl.store(outcome + session, count)
-    tl.store(outcome_at + ms, found, mask=ms < rows)
+    last = tl.where(whole, rows - 1, tl.min(tl.where(goes_on, SESSION_ROWS, ms), 0).to(tl.int64))
+    count = last + 1
+    tl.store(outcome + session, tl.where(whole, 1, count))
+    tl.store(outcome_at + ms, found, mask=(ms < rows) & (whole == 0))
+    tl.store(outcome_at, tl.load(chosen + last), mask=whole)
     after = tl.load(step + BASE) + count
     if TOGETHER:
         # Rows that do not count are nobody's.
@@ -62,7 +67,9 @@ def _accept(
     for copy in tl.static_range(COPIES):
         tl.store(appending + session * line + copy * stride + ROWS, count)
         tl.store(proposing + session * line + copy * stride + BASE, after)
-    row = embedding + tl.load(chosen + last) * hidden
+    known = tl.load(chosen + last)
+    tl.store(known_tokens + session, known)
+    row = embedding + known * hidden
     known_row = known_rows + session * hidden
     for start in range(0, hidden, BLOCK):
         hs = start + tl.arange(0, BLOCK)
@@ -78,20 +85,22 @@ def accept(
     proposing: StepParameters,
     embedding: torch.Tensor,
     known_rows: torch.Tensor,
+    known_tokens: torch.Tensor,
     session_rows: int,
 ) -> None:
     """Decide on the device which rows of a step count, and complete the parameters of the draft's next step.
 
     step: the step's own parameters, for as many sessions as the draft's are. chosen: int64, the target's token for each
     row of the step. asked: int64 [sessions, ASKED], of each session what `ASKED` says. outcome: int64 [sessions + rows
-    of the step], gets how many rows of each session count, and behind that the tokens. `appending` gets which rows the
-    draft appends, `proposing` where each block begins, and known_rows [sessions, hidden] the embedding of the token
-    that it follows. session_rows: the most rows of a session, a power of two.
+    of the step], gets how many tokens each session has produced, and behind that the tokens, where its rows stand among
+    those of all. `appending` gets which rows the draft appends, `proposing` where each block begins, and known_rows
+    [sessions, hidden] the embedding of the token that it follows, which known_tokens, int64 [sessions], gets itself.
+    session_rows: a power of two, at least the rows of any session whose rows do not all count anyway.
     """
     sessions, lines, appended = len(known_rows), appending.lines, appending.places(1).sessions
     _accept[(sessions,)](
         step.lines, step.lines.stride(1), step.tokens, chosen, asked, outcome, sessions, lines,
-        appended, proposing.lines, lines.stride(1), lines.stride(0), embedding, known_rows,
+        appended, proposing.lines, lines.stride(1), lines.stride(0), embedding, known_rows, known_tokens,
         embedding.shape[1], TOGETHER=appended is not None, SESSION_ROWS=session_rows, COPIES=len(lines), STOPS=STOPS,
         ASKED=ASKED, BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -158,13 +158,15 @@ def _attend(
 
 @triton.jit
 def _combine(
-    projected, lines, sessions, indices, sums, tops, sinks, out, room,
+    projected, lines, sessions, indices, sums, tops, sinks, head_gates, out, room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
     LINE: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
+    GATES: tl.constexpr,
 ):  # fmt: skip
     """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid.
 
-    sinks: float32 [HEADS], a score of each head's softmax that no value belongs to; None without.
+    sinks: float32 [HEADS], a score of each head's softmax that no value belongs to; None without. head_gates: [rows,
+    HEADS * GATES], whose softplus the result is multiplied by, GATES being 1 or DIM; None without.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -208,6 +210,11 @@ def _combine(
         gate = tl.load(projected + row * STRIDE + (HEADS + head) * DIM + ds).to(tl.float32)
         opened = (1.0 / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
         mixed = (mixed.to(tl.float32) * opened).to(out.dtype.element_ty)
+    if head_gates is not None:
+        gate_at = (row * HEADS + head) * GATES + (ds if GATES > 1 else tl.zeros((DIM,), tl.int32))
+        gate = tl.load(head_gates + gate_at).to(tl.float32)
+        opened = tl.maximum(gate, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(gate)))
+        mixed = (mixed.to(tl.float32) * opened.to(out.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + row * (HEADS * DIM) + head * DIM + ds, mixed)
 
 
@@ -253,12 +260,13 @@ def attend(
     slot: int,
     longest: int,
     sinks: torch.Tensor | None = None,
+    head_gates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what rows of queries (and gates) [n, shape.stride] see in their sessions' pages, [n, heads * dim].
 
     The rows' own keys and values are in the pages already. slot: the layer's index in a page. longest: positions that
     any session may have; of several sessions, `fits` says which may stand in one step. sinks: float32 [heads], of each
-    head's softmax.
+    head's softmax. head_gates: [n, heads or heads * dim], whose softplus the result is multiplied by.
     """
     rows = len(projected)
     total = shape.group * rows
@@ -288,8 +296,9 @@ def attend(
         num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
-        projected, *placed, sums, tops, sinks, out, room, **common, CHUNKS=chunks,
-        MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
+        projected, *placed, sums, tops, sinks, head_gates, out, room, **common, CHUNKS=chunks,
+        MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated,
+        GATES=0 if head_gates is None else head_gates.shape[1] // shape.heads, num_warps=2,
     )  # fmt: skip
     return out
 

@@ -401,7 +401,8 @@ def _tile_at(codes, rows, held, chunk: tl.constexpr):
 
 @triton.jit
 def packed_sums(
-    x, codes, scales, scale_factors, offsets, offset_factors, sums, ms, block, first, last, rows, width, depth,
+    x, codes, scales, scale_factors, offsets, offset_factors, sums, ms, block, first, last, rows, origin, height, width,
+    depth,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -409,7 +410,8 @@ def packed_sums(
     with the rows `width` further down where the matrix is PAIRED.
 
     x: [rows, depth]. codes: of `TiledWeight`, in words of four bytes. scales, offsets: words. sums: of activations,
-    float32 [rows, depth / FORM.sums]. BLOCK_DEPTH: FORM.columns.
+    float32 [rows, depth / FORM.sums]. origin: the row of `codes` that the matrix begins with. height: how many rows
+    these are. BLOCK_DEPTH: FORM.columns.
     """
     kind: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = FORM.bytes
@@ -418,12 +420,11 @@ def packed_sums(
     chunks: tl.constexpr = BLOCK_DEPTH // (halves * chunk)
     each: tl.constexpr = 4 * chunk
     word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
-    height = width * 2 if PAIRED else width
     places = tl.arange(0, BLOCK_WIDTH)
     read = _read_rows(BLOCK_WIDTH, FORM.lanes, WARPS)
     # The last block reads some rows twice rather than rows that are not there.
-    read = tl.minimum(block * BLOCK_WIDTH + read, width - 1).to(tl.int64)
-    ns = tl.minimum(block * BLOCK_WIDTH + places, width - 1)
+    read = (origin + tl.minimum(block * BLOCK_WIDTH + read, width - 1)).to(tl.int64)
+    ns = origin + tl.minimum(block * BLOCK_WIDTH + places, width - 1)
     begin = tl.minimum(first, depth - BLOCK_DEPTH)
     c_at = _tile_at(codes, read, depth // halves, chunk)[:, None] + begin // halves * 4
     c_at += tl.arange(0, chunk // 4)[None, :]

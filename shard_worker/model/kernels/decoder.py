@@ -1,19 +1,21 @@
 """Decoder layers with kernels: what `layers.decoder` does, for a few rows whose position is data on the device.
 
-Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts. Every product
-also does what lies between it and the next one.
+Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts, and one where
+heads have gates. Every product also does what lies between it and the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from services.model.config import LayerKind
+from services.model.rope import Rope
 from shard_worker.model.kernels import deltanet, experts
 from shard_worker.model.kernels.attention import attend, rope_table
+from shard_worker.model.kernels.block_convolution import convolve
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 from shard_worker.model.kernels.step_parameters import Places
@@ -26,16 +28,16 @@ from shard_worker.weights.weight import Weight
 class Layers:
     """Layers in order, each with its slot in the caches of its kind.
 
-    heads: the shape of each kind of attention layer. delta: that of recurrent layers, None where there are none.
-    longest: positions that any session may have. rotation: RoPE's. eps: of all norms.
+    heads: the shape of each layer's heads, None for a recurrent one. delta: that of recurrent layers, None where there
+    are none. longest: positions that any session may have. rotations: of each RoPE that layers have. eps: of all norms.
     """
 
     weights: Sequence[DecoderWeights]
     slots: Sequence[int]
-    heads: dict[LayerKind, HeadShape]
+    heads: Sequence[HeadShape | None]
     delta: deltanet.Shape | None
     longest: int
-    rotation: Rotation
+    rotations: Mapping[Rope, Rotation]
     eps: float
 
 
@@ -68,16 +70,20 @@ def run(
     layers whose output is wanted.
     """
     captured = []
-    rope = rope_table(next(iter(places.values())), len(hidden), layers.rotation, hidden.dtype)
+    some = next(iter(places.values()))
+    ropes = {rope: rope_table(some, len(hidden), turned, hidden.dtype) for rope, turned in layers.rotations.items()}
     norms = [*(weights.input_norm for weights in layers.weights[1:]), then]
     firsts = [*(_first_matrix(weights) for weights in layers.weights[1:]), None]
     normed: Normed | Summed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
-    for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
+    for index, weights in enumerate(layers.weights):
         assert isinstance(normed, Normed)
         mlp = weights.mlp
+        if weights.convolutions is not None:
+            hidden, normed = _convolved(layers, index, normed, hidden, ropes, places[weights.kind], norms[index])
+            continue
         # `have_layers` says which there are kernels for.
         assert isinstance(mlp, ExpertsWeights | MlpWeights)
-        mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
+        mixed = _mix(layers, index, normed, ropes, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
             mixed,
@@ -109,32 +115,60 @@ def run(
     return Result(hidden, normed, captured)
 
 
+def _convolved(
+    layers: Layers,
+    index: int,
+    normed: Normed,
+    hidden: torch.Tensor,
+    ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]],
+    places: Places,
+    then: torch.Tensor | None,
+) -> tuple[torch.Tensor, Normed | None]:
+    """Take rows through a layer with attention and SwiGLU whose sublayers stand between convolutions; 15 launches."""
+    weights = layers.weights[index]
+    mixer, mlp, around = weights.mixer, weights.mlp, weights.convolutions
+    assert isinstance(mixer, AttentionWeights)
+    assert isinstance(mlp, MlpWeights)
+    assert around is not None
+    added, _ = linear(normed, around.attention.projection)
+    x = convolve(normed, added, around.attention.base, 0, places)
+    made, _ = linear(_mix(layers, index, x, ropes, places, uncommitted=False), mixer.out, bias=mixer.out_bias)
+    hidden = convolve(made, added, around.attention.base, 1, places, hidden)
+    normed = begin(hidden, weights.post_norm, layers.eps)
+    added, _ = linear(normed, around.mlp.projection)
+    gated, _ = linear(convolve(normed, added, around.mlp.base, 0, places), mlp.gate_up, paired=True)
+    made, _ = linear(gated, mlp.down)
+    hidden = convolve(made, added, around.mlp.base, 1, places, hidden)
+    return hidden, None if then is None else begin(hidden, then, layers.eps)
+
+
 def _first_matrix(weights: DecoderWeights) -> Weight:
     """Return what the rows that enter a layer are multiplied by."""
     return weights.mixer.qkv if isinstance(weights.mixer, AttentionWeights) else weights.mixer.projection
 
 
 def _gate_up(mlp: MlpWeights | ExpertsWeights) -> Weight | None:
-    """Return what all rows of a layer's feed-forward part are multiplied by first; None where a router alone is it."""
-    of_all = mlp if isinstance(mlp, MlpWeights) else mlp.shared
-    return None if of_all is None else of_all.gate_up
+    """Return what rows that enter a layer's feed-forward part are multiplied by, as of `then` in `linear`."""
+    return mlp.gate_up if isinstance(mlp, MlpWeights) else experts.reads(mlp)
 
 
 def _mix(
     layers: Layers,
-    weights: DecoderWeights,
-    slot: int,
-    normed: Normed,
-    rope: tuple[torch.Tensor, torch.Tensor],
+    index: int,
+    normed: Normed | torch.Tensor,
+    ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]],
     places: Places,
     uncommitted: bool,
 ) -> torch.Tensor:
-    mixer = weights.mixer
+    """Return what the mixer of a layer makes of its rows, before its last product. index: the layer's in `layers`."""
+    mixer, slot = layers.weights[index].mixer, layers.slots[index]
     if isinstance(mixer, AttentionWeights):
-        shape = layers.heads[weights.kind]
-        heads = Heads(shape, mixer.qk_norm, *rope, places, slot)
+        shape = layers.heads[index]
+        assert shape is not None
+        heads = Heads(shape, mixer.qk_norm, *ropes[mixer.shape.rope], places, slot)
         queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
-        return attend(shape, queries, places, slot, layers.longest, mixer.sinks)
+        head_gates = None if mixer.head_gates is None else linear(normed, mixer.head_gates)[0]
+        return attend(shape, queries, places, slot, layers.longest, mixer.sinks, head_gates)
     assert layers.delta is not None
     projected, _ = linear(normed, mixer.projection)
     return deltanet.run(

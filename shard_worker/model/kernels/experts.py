@@ -4,13 +4,13 @@ The first kernel scores all experts for a row and chooses; where there are up to
 row and one of its experts by expert. A tile of the products that follow has rows of one expert alone, so that its
 matrices are read once a step. How many tiles there are is known on the device alone: as many are launched as there may
 be, and those that are not needed end at once. Nothing that is summed up depends on what rows share a tile: a product's
-sum runs over the depth in order, and a row's experts are added in the order in which they were chosen.
+sum runs over the depth in order, or over the same parts of it in order, and a row's experts are added in the order in
+which they were chosen. Packed matrices are read as `codes` says.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,21 +18,29 @@ import triton.language as tl
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
-from shard_worker.model.kernels.codes import wants_sums
+from shard_worker.model.kernels import matmul
+from shard_worker.model.kernels.codes import Form, form_of, packed_sums, wants_sums
 from shard_worker.model.kernels.matmul import (
     SQUARES_WIDTH,
+    Config,
     Normed,
     arrivals,
+    group_tensors,
     linear,
     norm_factors,
     store_sums,
+    sum_of_parts,
     with_factors,
 )
 from shard_worker.model.layer_weights import ExpertsWeights
+from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import Weight
 
 _ROWS = 16
 """Rows of a tile, where experts have few."""
+
+_CHOSEN_TOGETHER = 4
+"""Rows that experts are chosen for at a time. One number for any number of rows: sums over experts depend on it."""
 
 _SCORED = 64
 """Experts that a program scores, and half as many columns of the rows as it does so over."""
@@ -40,18 +48,11 @@ _SCORED = 64
 _PLACED = 64
 """Pairs of a row and an expert whose places a program looks up."""
 
+_TURN_BYTES = 128
+"""Bytes of a row's codes that a program of a packed product reads in a turn, where the widest tiles divide it."""
+
 _WIDTH_MULTIPLE = 32
 """A tile of the last product has so many columns or a multiple, as squares are summed up by so many."""
-
-
-class Cut(NamedTuple):
-    """How a product with experts' matrices is cut. height: rows of a tile; the others as of `matmul.Config`."""
-
-    height: int
-    width: int
-    depth: int
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -89,17 +90,21 @@ def _place(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    x, router, bias, squares, partial, arrived, chosen, shares, taken, order, tiles, rows, hidden, eps,
+    x, router, bias, choice_bias, squares, factors, partial, arrived, chosen, shares, taken, order, tiles, rows, hidden,
+    eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     SCORED: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
-    NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMALISED: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, SIGMOID: tl.constexpr, CAP: tl.constexpr,
+    SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Score some experts for a tile of rows, over a part of their columns; the last of a tile's programs then chooses.
 
-    bias: float32 [EXPERTS], of the scores; None for none. SCORES: rows of the router, the shared expert's gate among
-    them; ALL, PADDED: theirs and CHOSEN, rounded up. PAIRS: as many as the tile may have, where it is the only one and
-    its pairs are to be sorted by expert too; else 0.
+    bias: float32 [EXPERTS], of the scores; None for none. choice_bias: the same, of what experts are chosen by alone.
+    SCORES: rows of the router, the shared expert's gate among them where it is GATED; ALL, PADDED: theirs and CHOSEN,
+    rounded up. TOGETHER: rows that are chosen for at a time. SIGMOID: shares are each score's own, and not of a
+    softmax. CAP: what scores are capped at, 0 for nothing. SCALE: what shares are multiplied by. PAIRS: as many as the
+    tile may have, where it is the only one and its pairs are to be sorted by expert too; else 0.
     """
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     inside = tl.arange(0, HEIGHT)
@@ -118,46 +123,93 @@ def _route(
     tl.store(lines + es[None, :], product, mask=present)
     # All of this program's scores are written before it counts itself.
     tl.debug_barrier()
-    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS * (ALL // SCORED) - 1:
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS * tl.num_programs(0) - 1:
         tl.store(arrived + tile, 0)
-        cs, js = tl.arange(0, ALL)[None, :], tl.arange(0, PADDED)[None, :]
-        total = tl.zeros((HEIGHT, ALL), tl.float32)
-        for turn in range(PARTS):
-            lines = partial + ((tile * PARTS + turn) * HEIGHT + inside)[:, None] * ALL
-            total += tl.load(lines + cs, mask=present, other=0.0, cache_modifier=".cg")
-        if NORMED > 0:
-            factor = norm_factors(squares, ms, rows, hidden, eps, NORMED, NORM_BLOCK, HEIGHT)
-        else:
-            factor = tl.load(squares + ms, mask=ms < rows, other=0.0)
-        total *= factor[:, None]
-        if SHARED:
-            gate = tl.sum(tl.where(cs == EXPERTS, total, 0.0), 1)
-            tl.store(taken + ms, 1.0 / (1.0 + tl.exp(-gate)), mask=ms < rows)
-        if bias is not None:
-            total += tl.load(bias + cs, mask=cs < EXPERTS, other=0.0)
-        total = tl.where(cs < EXPERTS, total, -float("inf"))
-        exponentials = tl.exp(total - tl.max(total, 1)[:, None])
-        left = tl.where(cs < EXPERTS, exponentials / tl.sum(exponentials, 1)[:, None], -1.0)
-        found = tl.zeros((HEIGHT, PADDED), tl.int32)
-        kept = tl.zeros((HEIGHT, PADDED), tl.float32)
-        whole = tl.zeros((HEIGHT,), tl.float32)
-        for turn in tl.static_range(CHOSEN):
-            most = tl.max(left, 1)
-            # Of equal ones the first; what is not a number is equal to none.
-            index = tl.min(tl.where(left == most[:, None], cs, EXPERTS - 1), 1)
-            found = tl.where(js == turn, index[:, None], found)
-            kept = tl.where(js == turn, most[:, None], kept)
-            whole += most
-            left = tl.where(cs == index[:, None], -1.0, left)
-        if NORMALISED:
-            kept = kept / whole[:, None]
-        at = ms[:, None] * CHOSEN + js
-        tl.store(chosen + at, found, mask=present & (js < CHOSEN))
-        tl.store(shares + at, kept, mask=present & (js < CHOSEN))
+        # A few rows at a time: their scores of all parts are on their way at once.
+        for start in range(0, tl.minimum(rows - tile * HEIGHT, HEIGHT), TOGETHER):
+            some = start + tl.arange(0, TOGETHER)
+            _choose(
+                bias, choice_bias, squares, factors, partial + tile * PARTS * HEIGHT * ALL, chosen, shares, taken,
+                order, tiles, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED, PARTS,
+                HEIGHT, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
+            )  # fmt: skip
         if PAIRS > 0:
             # What other threads chose is read.
             tl.debug_barrier()
-            _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK, HEIGHT, True)
+            if rows > 1:
+                _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK, HEIGHT, True)
+
+
+@triton.jit
+def _choose(
+    bias, choice_bias, squares, factors, partial, chosen, shares, taken, order, tiles, first, some, rows, hidden, eps,
+    EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    PARTS: tl.constexpr, HEIGHT: tl.constexpr, TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Sum up the scores of some rows [TOGETHER] of a tile, and choose their experts. first: the tile's first row.
+    factors: float32 [rows], of the norm that is due on the rows; they are computed here where NORMED is not 0.
+
+    A row alone has a tile for each of its experts, which need not be sorted.
+    """
+    ms = first + some
+    present = (ms < rows)[:, None]
+    cs, js = tl.arange(0, ALL)[None, :], tl.arange(0, PADDED)[None, :]
+    if NORMED > 0:
+        factor = norm_factors(squares, ms, rows, hidden, eps, NORMED, NORM_BLOCK, TOGETHER)
+        tl.store(factors + ms, factor, mask=ms < rows)
+    else:
+        factor = tl.load(factors + ms, mask=ms < rows, other=0.0)
+    total = tl.zeros((TOGETHER, ALL), tl.float32)
+    for turn in tl.static_range(PARTS):
+        lines = partial + (turn * HEIGHT + some)[:, None] * ALL
+        total += tl.load(lines + cs, mask=present & (cs < SCORES), other=0.0, cache_modifier=".cg")
+    total *= factor[:, None]
+    opened = tl.full((TOGETHER,), 1.0, tl.float32)
+    if GATED:
+        gate = tl.sum(tl.where(cs == EXPERTS, total, 0.0), 1)
+        opened = 1.0 / (1.0 + tl.exp(-gate))
+    tl.store(taken + ms, opened, mask=ms < rows)
+    if bias is not None:
+        total += tl.load(bias + cs, mask=cs < EXPERTS, other=0.0)
+    if CAP > 0:
+        total = CAP * (1.0 - 2.0 / (1.0 + tl.exp(total * (2.0 / CAP))))
+    if SIGMOID:
+        share = 1.0 / (1.0 + tl.exp(-total))
+    else:
+        total = tl.where(cs < EXPERTS, total, -float("inf"))
+        exponentials = tl.exp(total - tl.max(total, 1)[:, None])
+        share = exponentials / tl.sum(exponentials, 1)[:, None]
+    left = share
+    if choice_bias is not None:
+        left += tl.load(choice_bias + cs, mask=cs < EXPERTS, other=0.0)
+    left = tl.where(cs < EXPERTS, left, -float("inf"))
+    found = tl.zeros((TOGETHER, PADDED), tl.int32)
+    kept = tl.zeros((TOGETHER, PADDED), tl.float32)
+    whole = tl.zeros((TOGETHER,), tl.float32)
+    for turn in tl.static_range(CHOSEN):
+        most = tl.max(left, 1)
+        # Of equal ones the first; what is not a number is equal to none.
+        index = tl.min(tl.where(left == most[:, None], cs, EXPERTS - 1), 1)
+        own = most
+        if choice_bias is not None:
+            own = tl.sum(tl.where(cs == index[:, None], share, 0.0), 1)
+        found = tl.where(js == turn, index[:, None], found)
+        kept = tl.where(js == turn, own[:, None], kept)
+        whole += own
+        left = tl.where(cs == index[:, None], -float("inf"), left)
+    if NORMALISED:
+        kept = kept / whole[:, None]
+    if SCALE != 1.0:
+        kept *= SCALE
+    at, is_pair = ms[:, None] * CHOSEN + js, present & (js < CHOSEN)
+    tl.store(chosen + at, found, mask=is_pair)
+    tl.store(shares + at, kept, mask=is_pair)
+    if rows == 1:
+        tl.store(order + at, at, mask=is_pair)
+        tl.store(tiles + at * 4, found, mask=is_pair)
+        tl.store(tiles + at * 4 + 1, at, mask=is_pair)
+        tl.store(tiles + at * 4 + 2, tl.full(at.shape, 1, tl.int32), mask=is_pair)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -170,11 +222,11 @@ def _sort(chosen, order, tiles, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 @triton.jit
 def _mix(
     parts, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, row, block, rows, width,
-    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr,
-    SUMMED: tl.constexpr,
+    CHOSEN: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr,
+    THEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Add up what a row's experts made of it, WIDTH columns, with the shared expert's part, the residual and the next
-    norm's beginning."""
+    norm's beginning. parts: float32 [PARTS, rows * CHOSEN, width], what all parts of the depth make."""
     ms = row + tl.arange(0, 1)
     ns = block * WIDTH + tl.arange(0, WIDTH)
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
@@ -184,7 +236,11 @@ def _mix(
     for turn in tl.static_range(CHOSEN):
         share = tl.load(shares + row * CHOSEN + turn)
         line = parts + (row * CHOSEN + turn).to(tl.int64) * width + ns[None, :]
-        acc = tl.fma(tl.load(line, mask=kept, other=0.0, cache_modifier=".cg"), share, acc)
+        whole = tl.load(line, mask=kept, other=0.0, cache_modifier=".cg")
+        for part in tl.static_range(1, PARTS):
+            further = line + part * (rows * CHOSEN).to(tl.int64) * width
+            whole += tl.load(further, mask=kept, other=0.0, cache_modifier=".cg")
+        acc = tl.fma(whole, share, acc)
     if SHARED:
         acc = tl.fma(tl.load(shared + at, mask=kept, other=0.0).to(tl.float32), tl.load(taken + row), acc)
     # Rounded before it is added, as a product of its own would be.
@@ -204,33 +260,36 @@ def _mix(
 @triton.jit(do_not_specialize=["rows"])
 def _mix_rows(
     parts, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, rows, width,
-    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr,
-    SUMMED: tl.constexpr,
+    CHOSEN: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr,
+    THEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     _mix(
         parts, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, tl.program_id(0),
-        tl.program_id(1), rows, width, CHOSEN, WIDTH, SQUARES, SHARED, THEN, SUMMED,
+        tl.program_id(1), rows, width, CHOSEN, PARTS, WIDTH, SQUARES, SHARED, THEN, SUMMED,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, bias, made, squares, order, tiles, arrived, shares, taken, shared, residual, out, norm, scaled, totals,
-    next_sums, rows, width, depth, eps,
-    CHOSEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, scales, scale_factors, offsets, offset_factors, sums, bias, made, made_sums, factors, order, tiles,
+    partial, arrived, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, rows, stride, width, depth,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, SERIAL: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr,
-    NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr,
-    THEN: tl.constexpr, SUMMED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr,
+    MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of one expert's rows by some rows of its matrix, and add their biases, where there are any.
 
-    FIRST: x has the step's rows, which a norm's factor is due on, weight has 2 * width rows for each expert, gates
-    before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups. Else x has rows sorted by expert,
-    and made, float32 [pairs, width], has them as the router chose them. LIMIT, ALPHA: of gates that are clamped, as of
-    `ops.activation.clamped_swiglu`; LIMIT is 0 for others. MIXED: the program with which a row's last
-    expert is done adds all of them up. ALONE: no expert has more than one tile.
+    FIRST: x has the step's rows, which a norm's factors are due on, weight has 2 * width rows for each expert, gates
+    before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups, and made_sums the sums of every
+    SQUARES of its columns. Else x has rows sorted by expert, and made, float32 [parts, pairs, width], has them as the
+    router chose them. LIMIT, ALPHA: of gates that are clamped, as of `ops.activation.clamped_swiglu`; LIMIT is 0 for
+    others. MIXED: the program with which a row's last expert is done adds all of them up. ALONE: no expert has more
+    than one tile. stride: rows of weight from one expert to the next. UNIT, SPLIT, SERIAL, FORM: as of the products in
+    `matmul`; a matrix that is not packed is not split.
     """
-    tile, block = tl.program_id(0), tl.program_id(1)
+    tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(tiles + tile * 4)
     if expert < 0:
         return
@@ -244,61 +303,96 @@ def _product(
     # The last block reads some rows twice rather than rows that are not there.
     held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
     height = width * 2 if FIRST else width
-    x_at = x + ms[:, None] * depth + ks[None, :]
-    w_at = (weight + (expert.to(tl.int64) * height + held) * depth)[None, :] + ks[:, None]
+    apart: tl.constexpr = SPLIT > 1 and not SERIAL
+    begun = tl.zeros((WIDTH,), tl.float32)
+    if not FIRST and bias is not None:
+        begun = tl.load(bias + expert * width + held).to(tl.float32)
+        if apart:
+            begun = tl.where(part == 0, begun, 0.0)
     acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
     other = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    # Read once, unless another tile reads it too.
-    evict: tl.constexpr = "evict_first" if ALONE else ""
-    for k in tl.range(0, depth, DEPTH, num_stages=STAGES):
-        if EVEN_DEPTH:
-            x_tile = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            w_tile = tl.load(w_at, eviction_policy=evict)
+    if FORM is not None:
+        most = rows if FIRST else rows * CHOSEN
+        present = tl.where(is_row, ms, most)
+        share = tl.cdiv(tl.cdiv(depth, UNIT), SPLIT) * UNIT
+        acc += begun[None, :]
+        if SERIAL:
+            for turn in range(SPLIT):
+                own, own_other = packed_sums(
+                    x, weight, scales, scale_factors, offsets, offset_factors, sums, present, block, turn * share,
+                    tl.minimum(turn * share + share, depth), most, expert * stride, EXPERTS * stride, width, depth,
+                    HEIGHT, WIDTH, DEPTH, STAGES, WARPS, FIRST, PRECISION, FORM,
+                )  # fmt: skip
+                acc += own
+                other += own_other
         else:
-            x_tile = tl.load(x_at, mask=is_row[:, None] & (k + ks < depth)[None, :], other=0.0)
-            w_tile = tl.load(w_at, mask=(k + ks < depth)[:, None], other=0.0)
-        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-        if FIRST:
-            u_at = w_at + width.to(tl.int64) * depth
+            own, other = packed_sums(
+                x, weight, scales, scale_factors, offsets, offset_factors, sums, present, block, part * share,
+                tl.minimum(part * share + share, depth), most, expert * stride, EXPERTS * stride, width, depth,
+                HEIGHT, WIDTH, DEPTH, STAGES, WARPS, FIRST, PRECISION, FORM,
+            )  # fmt: skip
+            acc += own
+    else:
+        x_at = x + ms[:, None] * depth + ks[None, :]
+        w_at = (weight + (expert.to(tl.int64) * stride + held) * depth)[None, :] + ks[:, None]
+        # Read once, unless another tile reads it too.
+        evict: tl.constexpr = "evict_first" if ALONE else ""
+        for k in tl.range(0, depth, DEPTH, num_stages=STAGES):
             if EVEN_DEPTH:
-                u_tile = tl.load(u_at, eviction_policy=evict)
+                x_tile = tl.load(x_at, mask=is_row[:, None], other=0.0)
+                w_tile = tl.load(w_at, eviction_policy=evict)
             else:
-                u_tile = tl.load(u_at, mask=(k + ks < depth)[:, None], other=0.0)
-            other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
-        x_at += DEPTH
-        w_at += DEPTH
+                x_tile = tl.load(x_at, mask=is_row[:, None] & (k + ks < depth)[None, :], other=0.0)
+                w_tile = tl.load(w_at, mask=(k + ks < depth)[:, None], other=0.0)
+            acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+            if FIRST:
+                u_at = w_at + width.to(tl.int64) * depth
+                if EVEN_DEPTH:
+                    u_tile = tl.load(u_at, eviction_policy=evict)
+                else:
+                    u_tile = tl.load(u_at, mask=(k + ks < depth)[:, None], other=0.0)
+                other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
+            x_at += DEPTH
+            w_at += DEPTH
+        acc += begun[None, :]
     kept = is_row[:, None] & (ns < width)[None, :]
     if FIRST:
-        if NORMED > 0:
-            factor = norm_factors(squares, ms, rows, depth, eps, NORMED, NORM_BLOCK, HEIGHT)
-        else:
-            factor = tl.load(squares + ms, mask=is_row, other=0.0)
-        acc *= factor[:, None]
-        other *= factor[:, None]
-        if bias is not None:
-            bias_at = bias + expert * height + held
-            acc += tl.load(bias_at).to(tl.float32)[None, :]
-            other += tl.load(bias_at + width).to(tl.float32)[None, :]
-        if LIMIT > 0:
-            acc = tl.minimum(acc, LIMIT)
-            other = tl.minimum(tl.maximum(other, -LIMIT), LIMIT) + 1.0
-        acc = acc / (1.0 + tl.exp(-acc * ALPHA)) * other
-        tl.store(made + places[:, None] * width + ns[None, :], acc.to(made.dtype.element_ty), mask=kept)
+        is_whole = True
+        if apart:
+            is_whole, acc, other = sum_of_parts(
+                acc, other, partial, arrived, tile * tl.num_programs(1) + block, part, HEIGHT, WIDTH, SPLIT, True
+            )
+        if is_whole:
+            factor = tl.load(factors + ms, mask=is_row, other=0.0)
+            acc *= factor[:, None]
+            other *= factor[:, None]
+            if bias is not None:
+                bias_at = bias + expert * height + held
+                acc += tl.load(bias_at).to(tl.float32)[None, :]
+                other += tl.load(bias_at + width).to(tl.float32)[None, :]
+            if LIMIT > 0:
+                acc = tl.minimum(acc, LIMIT)
+                other = tl.minimum(tl.maximum(other, -LIMIT), LIMIT) + 1.0
+            result = (acc / (1.0 + tl.exp(-acc * ALPHA)) * other).to(made.dtype.element_ty)
+            tl.store(made + places[:, None] * width + ns[None, :], result, mask=kept)
+            if made_sums is not None:
+                wide = tl.where(kept, result.to(tl.float32), 0.0)
+                store_sums(wide, made_sums, block, places, first + count, width, HEIGHT, WIDTH, SQUARES)
     else:
-        if bias is not None:
-            acc += tl.load(bias + expert * height + held).to(tl.float32)[None, :]
-        tl.store(made + pairs.to(tl.int64)[:, None] * width + ns[None, :], acc, mask=kept)
+        lines = part * (rows * CHOSEN).to(tl.int64) + pairs
+        tl.store(made + lines[:, None] * width + ns[None, :], acc, mask=kept)
         if MIXED:
             # All of this program's part is written before it counts itself.
             tl.debug_barrier()
+            parts: tl.constexpr = SPLIT if apart else 1
             for turn in range(count):
                 row = tl.load(order + first + turn) // CHOSEN
                 counter = arrived + row * tl.num_programs(1) + block
-                if tl.atomic_add(counter, 1, sem="acq_rel") == CHOSEN - 1:
+                if tl.atomic_add(counter, 1, sem="acq_rel") == CHOSEN * parts - 1:
                     tl.store(counter, 0)
                     _mix(
                         made, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, row, block, rows,
-                        width, CHOSEN, WIDTH, SQUARES, SHARED, THEN, SUMMED,
+                        width, CHOSEN, parts, WIDTH, SQUARES, SHARED, THEN, SUMMED,
                     )  # fmt: skip
 
 
@@ -344,59 +438,88 @@ def run(
     part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
     parts = triton.cdiv(hidden, part)
     # RDNA multiplies float32 number by number, each thread with a tile of its own in registers.
-    few_registers = target is not None and target.one_tile_height and target.lane_registers <= 256
-    scored_at_once = 16 if few_registers else part
+    scored_at_once = 16 if matmul.few_registers(target) else part
     row_tiles = triton.cdiv(rows, _ROWS)
-    squares = normed.squares if normed.factors is None else normed.factors
-    factored = {
-        "NORMED": normed.squares.shape[1] if normed.factors is None else 0,
-        "NORM_BLOCK": triton.next_power_of_2(normed.squares.shape[1]),
-    }
-    _route[(padded // _SCORED, parts, row_tiles)](
-        x, scores, weights.router_bias, squares, empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen,
-        shares, taken, order, tiles, rows, hidden, normed.eps,
+    factors = empty(rows) if normed.factors is None else normed.factors
+    sigmoid = weights.sigmoid
+    _route[(triton.cdiv(len(scores), _SCORED), parts, row_tiles)](
+        x, scores, weights.router_bias, weights.choice_bias, normed.squares, factors,
+        empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken, order, tiles, rows, hidden,
+        normed.eps,
         EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
         PADDED=triton.next_power_of_2(chosen_count), SCORED=_SCORED, PART=part, DEPTH=min(part, scored_at_once),
-        PARTS=parts, HEIGHT=_ROWS, NORMALISED=weights.normalised, SHARED=shared is not None,
+        PARTS=parts, HEIGHT=_ROWS, TOGETHER=_CHOSEN_TOGETHER, SIGMOID=sigmoid is not None,
+        CAP=0.0 if sigmoid is None else sigmoid.cap or 0.0, SCALE=1.0 if sigmoid is None else sigmoid.scale,
+        NORMALISED=weights.normalised, GATED=weights.shared_gate is not None,
         PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if one_tile else 0, CHUNK=_PLACED // 2,
-        PRECISION=product_precision(scores), num_warps=4, **factored,
+        NORMED=normed.squares.shape[1] if normed.factors is None else 0,
+        NORM_BLOCK=triton.next_power_of_2(normed.squares.shape[1]), PRECISION=product_precision(scores), num_warps=4,
     )  # fmt: skip
     if not one_tile:
         _sort[(triton.cdiv(pairs, _PLACED),)](
             chosen, order, tiles, pairs, BLOCK=_PLACED, CHUNK=2 * _PLACED, HEIGHT=height, num_warps=4
         )
 
-    out, middle, made = torch.empty_like(residual), empty(pairs, size, dtype=x.dtype), empty(pairs, hidden)
+    forms = [None if packed is None else form_of(packed) for packed in map(_packed, (together.gate_up, together.down))]
+    cuts = [
+        choose(width, depth, first, chosen_count, item, height, target)
+        if form is None
+        else choose_packed(form, width, depth, first, chosen_count, item, rows, height, target)
+        for form, width, depth, first in zip(forms, (size, hidden), (hidden, size), (True, False), strict=True)
+    ]
+    # The second product's sums are those of the first one's results, where its tiles have whole runs of columns.
+    wants_middle = forms[1] is not None and bool(forms[1].offset) and forms[1].sums == SQUARES_WIDTH
+    middle_sums = empty(pairs, size // SQUARES_WIDTH) if wants_middle and cuts[0].width % SQUARES_WIDTH == 0 else None
+    made_parts = 1 if cuts[1].serial else cuts[1].split
+    out, middle, made = torch.empty_like(residual), empty(pairs, size, dtype=x.dtype), empty(made_parts, pairs, hidden)
     sums_shape = (rows, triton.cdiv(hidden, SQUARES_WIDTH))
     next_sums = empty(*sums_shape) if then is not None and wants_sums(then) else None
     following = None
     if norm is not None:
         following = Normed(torch.empty_like(out), empty(*sums_shape), eps, sums=next_sums)
     mixing = (
-        made, shares, taken, shared, residual, out, norm, following.scaled if following else None,
+        shares, taken, shared, residual, out, norm, following.scaled if following else None,
         following.squares if following else None, next_sums,
     )  # fmt: skip
     limit, alpha = (0.0, 1.0) if together.clamped is None else (together.clamped.limit, together.clamped.alpha)
     mixed = {"SHARED": shared is not None, "THEN": norm is not None, "SUMMED": next_sums is not None}
-    for first in (True, False):
+    for first, form, cut in zip((True, False), forms, cuts, strict=True):
         width, depth = (size, hidden) if first else (hidden, size)
-        cut = choose(width, depth, first, chosen_count, item, height, target)
         weight = together.gate_up if first else together.down
         bias = together.gate_up_bias if first else together.down_bias
-        _product[(slots, triton.cdiv(width, cut.width))](
-            x if first else middle, weight.tensor, bias, middle if first else made, squares, order, tiles,
-            arrivals(device), *mixing[1:], rows, width, depth, normed.eps,
-            CHOSEN=chosen_count, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth, STAGES=cut.stages,
+        packed, source, sums = _packed(weight), x if first else middle, normed.sums if first else middle_sums
+        read, groups = weight.tensor if packed is None else packed.codes.view(torch.int32), matmul.NO_GROUPS
+        if packed is not None and form is not None:
+            groups = group_tensors(packed, form, source, sums)
+        blocks, programs = triton.cdiv(width, cut.width), 1 if cut.serial else cut.split
+        partial = empty(slots * blocks * programs * cut.height * cut.width * 2) if first and programs > 1 else made
+        _product[(slots, blocks, programs)](
+            source, read, *groups, bias, middle if first else made, middle_sums if first else None, factors, order,
+            tiles, partial, arrivals(device), *mixing, rows, weight.rows // experts, width, depth,
+            EXPERTS=experts, CHOSEN=chosen_count, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth,
+            STAGES=cut.stages, WARPS=cut.warps, UNIT=matmul.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=rows <= height, FIRST=first,
             MIXED=one_tile and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
-            PRECISION=product_precision(x), num_warps=cut.warps, **factored, **mixed,
+            PRECISION=product_precision(x), FORM=form, num_warps=cut.warps, **mixed,
         )  # fmt: skip
     if not one_tile:
-        cut = choose(hidden, size, False, chosen_count, item, height, target)
-        _mix_rows[(rows, triton.cdiv(hidden, cut.width))](
-            *mixing, rows, hidden, CHOSEN=chosen_count, WIDTH=cut.width, SQUARES=SQUARES_WIDTH, num_warps=1, **mixed
-        )
+        _mix_rows[(rows, triton.cdiv(hidden, cuts[1].width))](
+            made, *mixing, rows, hidden, CHOSEN=chosen_count, PARTS=made_parts, WIDTH=cuts[1].width,
+            SQUARES=SQUARES_WIDTH, num_warps=1, **mixed,
+        )  # fmt: skip
     return out, None if following is None else with_factors(following)
+
+
+def reads(weights: ExpertsWeights) -> Weight | None:
+    """Return what all rows that come to a mixture are multiplied by, as of `then` in `matmul.linear`: of the shared
+    expert's matrix and the routed ones' that which wants sums, if any."""
+    own = [] if weights.together is None else [weights.together.gate_up]
+    own += [] if weights.shared is None else [weights.shared.gate_up]
+    return next(filter(wants_sums, own), None)
+
+
+def _packed(weight: Weight) -> TiledWeight | None:
+    return weight if isinstance(weight, TiledWeight) else None
 
 
 def tile_height(rows: int, chosen: int, experts: int, size: int, target: KernelTarget | None) -> int:
@@ -412,8 +535,9 @@ def tile_height(rows: int, chosen: int, experts: int, size: int, target: KernelT
 @functools.cache
 def choose(
     width: int, depth: int, first: bool, chosen: int, size: int, height: int, target: KernelTarget | None
-) -> Cut:
-    """Return how a product is cut, so that a single row's experts keep all of a GPU busy. Not tried on any.
+) -> Config:
+    """Return how a product with dense matrices is cut, so that a single row's experts keep all of a GPU busy. Not tried
+    on any.
 
     Of the first product there are two tiles of weights, gates and ups. size: of an element, in bytes.
     """
@@ -425,8 +549,39 @@ def choose(
         wide = 64
     # Sums of the next norm are those of whole runs of columns.
     assert first or wide % _WIDTH_MULTIPLE == 0
-    cut = Cut(height, wide, min(256 // size, max(16, triton.next_power_of_2(depth))), 4 if wide > 16 else 2, 4)
+    deep = min(256 // size, max(16, triton.next_power_of_2(depth)))
+    cut = Config(wide, deep, warps=4 if wide > 16 else 2, stages=4, height=height)
     stages, stage = cut.stages, (wide * (2 if first else 1) + height) * cut.depth * size
     while target is not None and stages > 2 and (stages - 1) * stage > target.shared_bytes:
         stages -= 1
     return cut._replace(stages=stages)
+
+
+@functools.cache
+def choose_packed(
+    form: Form,
+    width: int,
+    depth: int,
+    first: bool,
+    chosen: int,
+    size: int,
+    rows: int,
+    height: int,
+    target: KernelTarget | None,
+) -> Config:
+    """Return how a product with packed matrices of a form is cut, as `matmul.choose_packed` does. Not tried on any GPU.
+
+    The depth is in as many parts as keep a GPU busy with a single row's experts: in more where a turn has fewer
+    columns, as a program then has less on its way from memory. A program of its own takes each part where there are
+    few, and one takes all where there are enough programs without.
+    """
+    processors = matmul.PROCESSORS if target is None else target.processors
+    matrices = max(1, chosen * form.columns // form.halves // _TURN_BYTES)
+    cut = matmul.choose_packed(form, width, depth, first, None, size, target, min(rows, height), matrices)
+    if first and form.lanes:
+        # Wider tiles have more sums of gates and ups than registers, where many rows are multiplied.
+        cut = cut._replace(width=32, warps=2)
+    if first and matmul.few_registers(target):
+        return cut._replace(split=1, serial=False)
+    few = matmul.keeps_waiting(rows * matrices * triton.cdiv(width, cut.width), processors)
+    return cut._replace(serial=cut.split > 1 and not few)

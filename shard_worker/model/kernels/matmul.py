@@ -27,13 +27,23 @@ from shard_worker.model.kernels.sums import row_sums
 from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
+_Given = torch.Tensor | None
+GroupTensors = tuple[_Given, _Given, _Given, _Given, _Given]
+"""As of `group_tensors`."""
+
+NO_GROUPS: GroupTensors = (None, None, None, None, None)
+"""Those of a dense matrix."""
+
 _MAX_BLOCKS = 1 << 16
 
 _TILE_ROWS = 16
 """Rows of the smallest tile, and of every tile where a matrix instruction for more rows sums in another order."""
 
-_UNIT = 256
+UNIT = 256
 """A part of the depth has a multiple of so many columns, but for the last one; tiles' depths divide it."""
+
+PROCESSORS = 128
+"""Of a GPU that nothing is known of."""
 
 SQUARES_WIDTH = 32
 """Columns of a row whose squares are summed up first, for the RMSNorm that follows; and they themselves, for a packed
@@ -101,6 +111,37 @@ def store_sums(
     inside = (ms[:, None] < rows) & (parts[None, :] * SUMS < width)
     at = ms[:, None] * tl.cdiv(width, SUMS) + parts[None, :]
     tl.store(sums + at, tl.reshape(result, (BLOCK_ROWS, each)), mask=inside)
+
+
+@triton.jit
+def sum_of_parts(
+    total, other, partial, arrived, tile, part,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SPLIT: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Leave a part of a tile's sums, both float32 [BLOCK_ROWS, BLOCK_WIDTH], where the program that comes last finds
+    it. Return whether this is that one, and then the sums of all parts in order. PAIRED: `other` counts too.
+
+    partial: memory for the parts of all tiles. arrived: counts of parts, one for each tile.
+    """
+    size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
+    step: tl.constexpr = size * 2 if PAIRED else size
+    parts = partial + (tile * SPLIT).to(tl.int64) * step
+    inner = tl.arange(0, BLOCK_ROWS)[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+    tl.store(parts + part * step + inner, total)
+    if PAIRED:
+        tl.store(parts + part * step + size + inner, other)
+    # All of this tile's parts are written before it counts itself.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+        other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+        for turn in tl.static_range(SPLIT):
+            total += tl.load(parts + turn * step + inner, cache_modifier=".cg")
+            if PAIRED:
+                other += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    return last, total, other
 
 
 @triton.jit
@@ -190,20 +231,21 @@ def _product(
     total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
     other_total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
     if FORM is not None:
+        height = width * 2 if PAIRED else width
         if SERIAL:
             for turn in range(SPLIT):
                 acc, other = packed_sums(
                     x, weight, scales, scale_factors, offsets, offset_factors, sums, ms, block, turn * share,
-                    tl.minimum(turn * share + share, depth), rows, width, depth, BLOCK_ROWS, BLOCK_WIDTH, BLOCK_DEPTH,
-                    STAGES, WARPS, PAIRED, PRECISION, FORM,
+                    tl.minimum(turn * share + share, depth), rows, 0, height, width, depth, BLOCK_ROWS, BLOCK_WIDTH,
+                    BLOCK_DEPTH, STAGES, WARPS, PAIRED, PRECISION, FORM,
                 )  # fmt: skip
                 total += acc
                 other_total += other
         else:
             total, other_total = packed_sums(
                 x, weight, scales, scale_factors, offsets, offset_factors, sums, ms, block, part * share,
-                tl.minimum(part * share + share, depth), rows, width, depth, BLOCK_ROWS, BLOCK_WIDTH, BLOCK_DEPTH,
-                STAGES, WARPS, PAIRED, PRECISION, FORM,
+                tl.minimum(part * share + share, depth), rows, 0, height, width, depth, BLOCK_ROWS, BLOCK_WIDTH,
+                BLOCK_DEPTH, STAGES, WARPS, PAIRED, PRECISION, FORM,
             )  # fmt: skip
     else:
         for turn in tl.static_range(SPLIT if SERIAL else 1):
@@ -255,23 +297,10 @@ def _product(
             STRIDE, LINE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
-        size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
-        step: tl.constexpr = size * 2 if PAIRED else size
-        parts = partial + (tile * SPLIT).to(tl.int64) * step
-        inner = inside[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
-        tl.store(parts + part * step + inner, total)
-        if PAIRED:
-            tl.store(parts + part * step + size + inner, other_total)
-        # All of this block's parts are written before it counts itself.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
-            total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-            other_total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-            for turn in tl.static_range(SPLIT):
-                total += tl.load(parts + turn * step + inner, cache_modifier=".cg")
-                if PAIRED:
-                    other_total += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)
+        last, total, other_total = sum_of_parts(
+            total, other_total, partial, arrived, tile, part, BLOCK_ROWS, BLOCK_WIDTH, SPLIT, PAIRED
+        )
+        if last:
             _finish(
                 total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
                 sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
@@ -384,20 +413,10 @@ def _multiply(
     squares = None if normed is None else normed.squares if normed.factors is None else normed.factors
     bias = None if around.bias is None else around.bias[first : first + width]
     read_x = source
-    groups: tuple[torch.Tensor | None, ...] = (None,) * 5
+    groups = NO_GROUPS
     if packed is not None and form is not None:
         read_weight = packed.codes.view(torch.int32)
-        groups = (
-            packed.scales.words,
-            packed.scales.factors,
-            None if packed.offsets is None else packed.offsets.words,
-            None if packed.offsets is None else packed.offsets.factors,
-            None
-            if packed.offsets is None
-            else sums
-            if sums is not None and form.sums == SQUARES_WIDTH
-            else group_sums(source, form.sums),
-        )
+        groups = group_tensors(packed, form, source, sums)
     else:
         read_weight = weight if isinstance(weight, torch.Tensor) else weight.tensor
     if config.descriptors:
@@ -412,7 +431,7 @@ def _multiply(
         heads.slot if heads else 0, partial, arrivals(source.device),
         rows, tiles, width, out.stride(0), depth, first // shape.dim if shape else 0,
         normed.eps if normed else 0.0, around.eps,
-        BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=_UNIT, SPLIT=config.split,
+        BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=UNIT, SPLIT=config.split,
         SERIAL=config.serial, DESCRIPTORS=config.descriptors, ALONE=tiles == 1, STAGES=config.stages,
         EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % config.depth == 0, SQUARES=SQUARES_WIDTH,
         NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
@@ -426,6 +445,20 @@ def _multiply(
         PRECISION=product_precision(source), WARPS=config.warps, FORM=form,
         num_warps=config.warps,
     )  # fmt: skip
+
+
+def group_tensors(weight: TiledWeight, form: Form, x: torch.Tensor, sums: torch.Tensor | None) -> GroupTensors:
+    """Return what kernels take of a packed matrix beside its codes: scales and their factors, offsets and theirs, and
+    the sums of the rows x that these are multiplied by; None for what there is not.
+
+    sums: as of `Summed`, where they are there.
+    """
+    scales, offsets = weight.scales, weight.offsets
+    if offsets is None:
+        return scales.words, scales.factors, None, None, None
+    if sums is None or form.sums != SQUARES_WIDTH:
+        sums = group_sums(x, form.sums)
+    return scales.words, scales.factors, offsets.words, offsets.factors, sums
 
 
 def row_count(weight: torch.Tensor | Weight) -> int:
@@ -465,13 +498,18 @@ def _factors(squares, factors, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.
 
 def with_factors(normed: Normed) -> Normed:
     """Compute the factors once where there are many rows, rather than in every program of the product that follows."""
+    return normed if len(normed.squares) <= _TILE_ROWS else replace(normed, factors=row_factors(normed))
+
+
+def row_factors(normed: Normed) -> torch.Tensor:
+    """Return the RMSNorm's factor of each row, float32 [n]."""
+    if normed.factors is not None:
+        return normed.factors
     rows, parts = normed.squares.shape
-    if rows <= _TILE_ROWS:
-        return normed
     factors = torch.empty(rows, dtype=torch.float32, device=normed.squares.device)
     depth, block = normed.scaled.shape[1], triton.next_power_of_2(parts)
     _factors[(rows,)](normed.squares, factors, rows, depth, normed.eps, PARTS=parts, BLOCK=block, num_warps=1)
-    return replace(normed, factors=factors)
+    return factors
 
 
 @functools.cache
@@ -568,14 +606,17 @@ def choose_packed(
     size: int,
     target: KernelTarget | None,
     rows: int = _TILE_ROWS,
+    matrices: int = 1,
 ) -> Config:
     """Return the cut for a packed matrix of a form, as `choose` does for dense ones. Tried on an H100.
+
+    matrices: how many of its shape a row is multiplied by.
 
     A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. More rows of activations
     than 16 take tiles as high as registers and sums in one order allow. That order is another one where four warps
     multiply together, as they do on Hopper for 64 rows of weights or more: then they do for any number of rows.
     """
-    processors = 128 if target is None else target.processors
+    processors = PROCESSORS if target is None else target.processors
     shared = 64 << 10 if target is None else target.shared_bytes
     few = rows <= _TILE_ROWS
     if form.lanes:
@@ -592,23 +633,33 @@ def choose_packed(
     else:
         # Pairs have twice the sums.
         height = min(64 if target.tensor_engine and not paired else 32, triton.next_power_of_2(rows))
-    split = _split_packed(triton.cdiv(width, 32), depth, processors)
+    split = split_packed(matrices * triton.cdiv(width, 32), depth, processors)
     # Only activations pass through shared memory.
     stages = max(2, min(3, shared // 4 // (height * form.columns * size) + 1))
     programs = triton.cdiv(width, wide) * triton.cdiv(rows, height)
-    # A pair's sums of a part and of all parts are more than RDNA's registers hold.
-    crowded = paired and target is not None and target.one_tile_height and target.lane_registers <= 256
+    # A pair's sums of a part and of all parts are more than they hold.
+    crowded = paired and few_registers(target)
     serial = split > 1 and programs * split > 4 * processors and not few and not crowded
     return Config(wide, form.columns, split, warps, stages, height, serial)
 
 
-def _split_packed(blocks: int, depth: int, processors: int) -> int:
+def few_registers(target: KernelTarget | None) -> bool:
+    """Return whether a thread has few registers for what it multiplies, as on RDNA."""
+    return target is not None and target.one_tile_height and target.lane_registers <= 256
+
+
+def split_packed(blocks: int, depth: int, processors: int) -> int:
     """Return into how many parts the depth is cut for blocks of 32 rows, so that every processor is kept busy by some
     programs, and waits for none long at the end."""
     split = 1
-    while split < 8 and blocks * split < 4.5 * processors and depth >= 4 * _UNIT * split:
+    while split < 8 and keeps_waiting(blocks * split, processors) and depth >= 4 * UNIT * split:
         split *= 2
     return split
+
+
+def keeps_waiting(programs: int, processors: int) -> bool:
+    """Return whether so many programs of a packed product are too few to keep all processors busy."""
+    return programs < 4.5 * processors
 
 
 @functools.cache

@@ -51,8 +51,6 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
         sigmoid=shape.sigmoid,
         choice_bias=None if shape.sigmoid is None else vectors[shape.sigmoid.bias].float(),
     )
-    if shape.sigmoid is not None:
-        return weights
     return replace(weights, together=_together(weights, router, gate_ups.whole, downs.whole, shape.clamped))
 
 
@@ -63,9 +61,9 @@ def _together(
     down: Weight | None,
     clamped: ClampedSwiGlu | None,
 ) -> ExpertsTogether | None:
-    """Return the matrices of all experts in one tensor each, where all are dense ones as they are multiplied by.
+    """Return the matrices of all experts below each other, where they can stand so as they are multiplied by.
 
-    router: as it was loaded. gate_up, down: None where some are not dense. clamped: as of `ExpertsTogether`.
+    router: as it was loaded. gate_up, down: None where they cannot. clamped: as of `ExpertsTogether`.
     """
     gate = weights.shared_gate
     if gate_up is None or down is None or not isinstance(router, DenseWeight):
@@ -87,28 +85,28 @@ def _joined(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 class _InOneTensor:
-    """Matrices of one shape that come one after the other, dense ones as rows of one tensor: so they are in memory
-    once."""
+    """Matrices of one shape that come one after the other, put below each other where all have one form: so they are in
+    memory once."""
 
     def __init__(self, count: int) -> None:
         """count: how many will come."""
         self._count, self._added = count, 0
-        self._tensor: torch.Tensor | None = None
+        self._room: Weight | None = None
+        self._unlike = False
 
     def add(self, weight: Weight) -> Weight:
-        """Return the next one, which is this one where it is not dense."""
-        if not isinstance(weight, DenseWeight):
-            return weight
-        if self._tensor is None:
-            self._tensor = weight.tensor.new_empty(self._count * weight.rows, weight.columns)
-        own = self._tensor[self._added * weight.rows :][: weight.rows].copy_(weight.tensor)
+        """Return the next one where it is to be, which is this one where it cannot be put below others."""
+        if self._added == 0:
+            self._room = weight.room_for(self._count)
+        moved = None if self._room is None else weight.moved_into(self._room, self._added)
         self._added += 1
-        return DenseWeight(own)
+        self._unlike |= moved is None
+        return moved or weight
 
     @property
     def whole(self) -> Weight | None:
-        """All of them as one matrix; None where some are not dense."""
-        return DenseWeight(self._tensor) if self._tensor is not None and self._added == self._count else None
+        """All of them as one matrix, each with the rows of `Weight.room_for`; None where they are not of one form."""
+        return None if self._unlike else self._room
 
 
 def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -35,6 +36,17 @@ def test_faults_meet_all_phases_workers_and_shapes() -> None:
         met = {(case.shape, case.worker, case.requests) for case in cases if case.phase is phase}
         assert met == {(shape, worker, many) for shape in SHAPES for worker in shape.workers for many in (1, 8)}
     assert SHAPES[2].workers == ["stage 0", "stage 1", "draft worker", "stand-by 0"]
+
+
+def test_who_is_drained_and_when() -> None:
+    """Every worker that has a place, in all phases but that of loading for a lost one; behind all other faults, since
+    the worker that stands by takes the first one's place."""
+    counts = {Fault.KILL: 10, Fault.DRAIN: 50}
+    cases = spread_cases(SHAPES[2:], list(Phase), (1,), counts, seed=3)
+    assert [case.fault for case in cases] == [Fault.KILL] * 10 + [Fault.DRAIN] * 50
+    drained = cases[10:]
+    assert {case.phase for case in drained} == set(Phase) - {Phase.LOADING}
+    assert {case.worker for case in drained} == {"stage 0", "stage 1", "draft worker"}
 
 
 def test_phases_are_chosen_by_name() -> None:
@@ -82,6 +94,8 @@ def test_what_is_counted() -> None:
 
 def test_what_is_left_behind(tmp_path: Path) -> None:
     """A process, a directory, a socket and shared memory are told; what was there before is not."""
+    # What other tests left open is not to be closed meanwhile.
+    gc.collect()
     watched = Watched()
     before = watched.traces()
     assert watched.traces().since(before) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -29,11 +30,12 @@ from services.messages.description import HeadPlace, Role, WorkerDescription
 from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import DraftRoute, Failure, FailureReason, Hop, Location
+from services.messages.steps import DraftRoute, Failure, FailureReason, Hop, Location, OpenSession
 from services.processes.launch import Launch
 from services.processes.worker_process import WorkerFailed
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
+from services.streams.step_lane import StepLane
 from tests.coordinator.cluster.toy_worker import DRAFT, DYING, EXCEPTION_LINE, LAUNCH, LAYERS, MODEL, ToyHost
 from tests.coordinator.conftest import Hosts
 from tests.services.fakes import WORKER, until
@@ -303,6 +305,26 @@ async def test_a_lost_stage_and_its_return(hosts: Hosts) -> None:
         assert stage.layers == LayerRange(6, 12)
 
 
+async def test_a_session_is_not_opened_where_a_stage_is_lost(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for one hears of the loss at once, though the stage before is still calling the lost one."""
+    first, second = await hosts(2)
+    called = asyncio.Event()
+
+    async def call_for_ever(request: OpenSession, above: StepLane | None = None) -> StageSession:
+        called.set()
+        return await asyncio.Future()
+
+    monkeypatch.setattr(first.stage, "open", call_for_ever)
+    async with cluster_of(at([first, second])) as cluster:
+        lost = await watching(cluster)
+        opening = asyncio.create_task(open_session(cluster, speculate=False))
+        await called.wait()
+        await second.stop()
+        with pytest.raises(Unavailable, match="stage 1: .* broke"):
+            await asyncio.wait_for(opening, 10)
+        await lost
+
+
 async def test_a_lost_draft_worker_and_its_return(hosts: Hosts) -> None:
     """Without the draft the cluster goes on: new sessions don't speculate until the draft's worker is back."""
     stage, drafter = await hosts(2)
@@ -507,8 +529,11 @@ async def test_a_device_that_hangs(hosts: Hosts) -> None:
             await cluster.restore()
         assert not cluster.alive
         only.life.trouble = only.worker.fault = None
-        await cluster.restore()
-        assert cluster.alive
+        # It says so with its next heartbeat.
+        async with asyncio.timeout(30):
+            while not cluster.alive:
+                with contextlib.suppress(Unavailable):
+                    await cluster.restore()
 
 
 async def test_a_local_worker_that_is_stopped_is_started_anew() -> None:
@@ -633,8 +658,11 @@ async def test_a_killed_local_worker_is_replaced_and_stands_by() -> None:
 
 
 @pytest.mark.usefixtures("soon_back")
-async def test_a_worker_that_is_killed_as_it_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one that stands by takes it."""
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_that_is_lost_as_it_takes_a_place(
+    fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one that stands by takes it: one that is stopped as soon as it is known to be silent."""
     places = (WorkerPlace("cpu", None), WorkerPlace("cpu", None))
     async with cluster_of("cpu,cpu", standbys=StandbyPlan(places)) as cluster:
         await ready(cluster)
@@ -646,8 +674,9 @@ async def test_a_worker_that_is_killed_as_it_takes_a_place(monkeypatch: pytest.M
             if process.process_id in waiting and not killed:
                 killed.add(process.process_id)
                 assert process.process_id is not None
-                os.kill(process.process_id, signal.SIGKILL)
-                await process.died()
+                os.kill(process.process_id, fault)
+                if fault is signal.SIGKILL:
+                    await process.died()
             return await load(name, plan, address)
 
         monkeypatch.setattr(cluster._loader, "load_stage", load_or_die)
@@ -657,6 +686,100 @@ async def test_a_worker_that_is_killed_as_it_takes_a_place(monkeypatch: pytest.M
         assert await cluster.replace_lost()
         assert cluster.alive
         assert {cluster.workers[1].process_id} == waiting - killed
+
+
+# --- workers that are exchanged while they live
+
+
+async def test_a_worker_takes_the_place_of_one_that_lives(hosts: Hosts) -> None:
+    """Once it holds the same; who goes is watched over no more, who comes is."""
+    first, second, third = await hosts(3)
+    async with cluster_of(at([first, second]), draft=True) as cluster:
+        lost = await watching(cluster)
+        successor = await cluster.prepare("stage 1", third.address)
+        assert (successor.index, successor.member.address) == (1, third.address)
+        assert held(third) == [LayerRange(6, 12)]
+        assert isinstance(third.worker.loaded[-1], LoadDraft)
+        assert cluster.addresses == (first.address, second.address)
+        await cluster.snapshots(third.address)
+        await cluster.exchange(successor)
+        await cluster.retire(successor)
+        assert cluster.alive
+        assert cluster.addresses == (first.address, third.address)
+        await second.stop()
+        done, _ = await asyncio.wait([lost], timeout=0.2)
+        assert not done
+        await third.stop()
+        assert "stage 1: " in (await asyncio.wait_for(lost, 10)).message
+
+
+async def test_a_worker_that_cannot_take_a_place_changes_nothing(hosts: Hosts) -> None:
+    """It does not load, or is lost before its turn: the other one goes on, and one that stood by stands by again."""
+    first, second, third, fourth = await hosts(4)
+    async with cluster_of(at([first, second]), standbys=standing_by([fourth])) as cluster:
+        await ready(cluster)
+        lost = await watching(cluster)
+        third.worker.fault = Unavailable("no room")
+        with pytest.raises(Unavailable, match="no room"):
+            await cluster.prepare("0", third.address)
+        third.worker.fault = None
+        successor = await cluster.prepare("0", third.address)
+        await third.stop()
+        with pytest.raises(Unavailable, match=third.address):
+            await cluster.exchange(successor)
+        await cluster.dismiss(successor)
+        fourth.worker.fault = Unavailable("no room")
+        with pytest.raises(Unavailable, match="no room"):
+            await cluster.prepare("0", fourth.address)
+        assert [one.place for one in cluster.standbys] == [fourth.address]
+        assert cluster.alive
+        assert cluster.addresses == (first.address, second.address)
+        assert not lost.done()
+        lost.cancel()
+
+
+async def test_who_is_told_to_stop_has_an_heir(hosts: Hosts) -> None:
+    """A worker that stands by and is ready for its place; without one it is left to its end."""
+    first, second, third = await hosts(3)
+    async with cluster_of(at([first, second]), standbys=standing_by([third])) as cluster:
+        await ready(cluster)
+        waiting = asyncio.create_task(cluster.leaving())
+        third_leaves = asyncio.create_task(third.life.leave(lambda: True))
+        second_leaves = asyncio.create_task(second.life.leave(lambda: True))
+        leaving = await asyncio.wait_for(waiting, 10)
+        assert (leaving.name, leaving.to) == ("stage 1", third.address)
+        successor = await cluster.prepare(leaving.name, leaving.to)
+        await cluster.exchange(successor)
+        waiting = asyncio.create_task(cluster.leaving())
+        # That one is told to stop as well, and nobody stands by for it.
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done
+        waiting.cancel()
+        await asyncio.gather(second_leaves, third_leaves)
+
+
+async def test_whose_place_cannot_be_taken(hosts: Hosts) -> None:
+    """Unknown workers, one that has a part already, one that is not ready, and any while another one is lost."""
+    first, second, third = await hosts(3)
+    async with cluster_of(at([first, second]), standbys=standing_by([third])) as cluster:
+        await ready(cluster)
+        with pytest.raises(
+            InvalidArgument, match=f"'stage 2' is no worker of .* stage 0 \\({first.address}\\), stage 1"
+        ):
+            await cluster.prepare("stage 2", third.address)
+        with pytest.raises(InvalidArgument, match="has a part of this server already"):
+            await cluster.prepare("stage 0", second.address)
+        with pytest.raises(InvalidArgument, match="to 'gpu'"):
+            await cluster.prepare("stage 0", "gpu")
+        await third.stop()
+        await until(lambda: cluster.standbys[0].why is not None, 30)
+        with pytest.raises(FailedPrecondition, match=f"the stand-by worker {third.address} is not ready"):
+            await cluster.prepare("stage 0", third.address)
+        lost = await watching(cluster)
+        await second.stop()
+        await asyncio.wait_for(lost, 10)
+        with pytest.raises(FailedPrecondition, match="while not all of them are there"):
+            await cluster.prepare("stage 0", third.address)
 
 
 # --- layers split anew

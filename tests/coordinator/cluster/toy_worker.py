@@ -109,7 +109,7 @@ class ToyPeers:
         self.fault = fault
         self._changed.set()
 
-    async def reach(self, address: str) -> None:
+    async def reach(self, address: str, lost_after_s: float | None = None) -> None:
         if self.fault is not None:
             raise self.fault
 

@@ -82,7 +82,7 @@ def test_what_is_drawn_as_flags(tmp_path: Path, text: str, flags: dict[str, obje
         ("workers: [{at: cpu, share: 1}]\ntarget-layer-split: auto", "target-layer-split", "says again what workers"),
         ("workers: [{at: cpu}]\ntarget-layer-split: 1,1", "target-layer-split", "says again what workers says"),
         ("certificates: {cert: 5}", "certificates.cert", "certificates.cert is 5: input should be a valid string"),
-        ("certificates: {keys: k}", "certificates.keys", "known here are cert, key, ca, server-name, token-file"),
+        ("certificates: {keys: k}", "certificates.keys", "known here are cert, key, ca, server-name, crl, token-file"),
         ("certificates: {ca: a}\ncluster-token-file: t", "cluster-token-file", "says again what certificates says"),
     ],
 )

@@ -27,7 +27,7 @@ workers:
     roles: [target, draft]
     layers: 35:64
   - {{at: "unix:/run/reader.sock", roles: [compress]}}
-certificates: {{cert: a.pem, key: a-key.pem, ca: ca.pem, server-name: c, token-file: token}}
+certificates: {{cert: a.pem, key: a-key.pem, ca: ca.pem, server-name: c, crl: crl.pem, token-file: token}}
 kubernetes: {{namespace: llm}}
 port: 0
 """
@@ -100,8 +100,8 @@ def test_a_cluster(tmp_path: Path) -> None:
     assert params["target_layer_split"] is params["draft_device"] is None
     assert params["prefill_device"] == "unix:/run/reader.sock"
     assert params["worker_command"] == ("hip=/opt/rocm/bin/flashsplit-worker",)
-    names = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "cluster_token_file")
-    assert [params[name] for name in names] == ["a.pem", "a-key.pem", "ca.pem", "c", "token"]
+    names = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_crl", "cluster_token_file")
+    assert [params[name] for name in names] == ["a.pem", "a-key.pem", "ca.pem", "c", "crl.pem", "token"]
     assert (params["port"], params["model"]) == (0, tmp_path)
 
 

@@ -237,3 +237,46 @@ async def test_listeners_hear_of_steps() -> None:
     served.step_listeners.append(lambda step: steps.append(step.request_id))
     await answer(served, request(request_id="watched"))
     assert steps == ["watched"] * 4
+
+
+async def test_all_answers_pause_and_go_on() -> None:
+    """Behind their next steps, in the midst of prompts and answers; those that come meanwhile begin behind that."""
+    text = "the quick brown fox jumps over the lazy dog"
+    serving = engine(Script(says(text)))
+    sessions: list[Any] = cast(Any, serving.cluster).sessions
+
+    async def ask(prompt: str, pause_at: int) -> tuple[str, int]:
+        said, pieces = "", 0
+        async with serving.answering(request(prompt, prefill_chunk=2)) as generation:
+            async for piece in generation.pieces():
+                said, pieces = said + piece.text, pieces + 1
+                if pieces == pause_at:
+                    pausing.set()
+                    # A client that does not read holds its answer up.
+                    await asyncio.sleep(0)
+        assert generation.answer is not None
+        return said, generation.answer.stats.resumed
+
+    pausing = asyncio.Event()
+    asked = [asyncio.create_task(ask("hi", 5)), asyncio.create_task(ask("hi there, and so on", 0))]
+    await pausing.wait()
+    async with serving.paused(10) as going_on:
+        assert going_on == 0
+        opened = len(sessions)
+        assert all(session.closed for session in sessions)
+        asked.append(asyncio.create_task(ask("late", 0)))
+        await asyncio.sleep(0.02)
+        assert len(sessions) == opened
+    assert await asyncio.gather(*asked) == [(text, 0)] * 3
+    assert len(sessions) > 3
+
+
+async def test_a_pause_does_not_wait_for_ever() -> None:
+    """An answer whose client does not read is counted, and goes on."""
+    serving = engine(Script(says("hello")))
+    async with serving.answering(request()) as generation:
+        pieces = generation.pieces()
+        await anext(pieces)
+        async with serving.paused(0.01) as going_on:
+            assert going_on == 1
+        assert "".join([piece.text async for piece in pieces]).endswith("llo")

@@ -10,7 +10,7 @@ import pytest
 from coordinator.answer import Answer, Piece
 from coordinator.engine.generation import Generation, generate
 from coordinator.engine.step_times import StepTaken
-from coordinator.prefix.cache import PrefixCache
+from coordinator.prefix.cache import Hit, PrefixCache
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import InternalError, InvalidArgument, Unavailable
 from services.messages.steps import Failure, FailureReason, StepKind, TokenLogprobs
@@ -333,6 +333,27 @@ async def test_a_prefix_that_a_worker_has_lost_is_computed() -> None:
     assert (answer.text, "".join(piece.text for piece in pieces)) == ("hello", "hello")
     assert (answer.stats.cached_tokens, answer.stats.cache_source) == (0, None)
     assert cluster.session.forwards[0].base_position == 0
+
+
+async def test_a_draft_that_is_lost_while_a_prefix_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is opened without it, so that the last stage does not call a worker that is gone, and begins from
+    what is kept for sessions without one."""
+    cluster: Any = ScriptedCluster(block_size=4)
+    async with PrefixCache(cluster, "text", policy=KeepPolicy(min_tokens=4)) as prefixes:
+        await answered(cluster, prompt="once upon a time", prefixes=prefixes, speculate=False)
+        await prefixes.close()
+        find = prefixes.find
+
+        async def find_meanwhile(token_ids: tuple[int, ...], **how: Any) -> Hit | None:
+            found = await find(token_ids, **how)
+            cluster.draft = None
+            return found
+
+        monkeypatch.setattr(prefixes, "find", find_meanwhile)
+        _, answer = await answered(cluster, prompt="once upon a time", prefixes=prefixes)
+    assert not cluster.session.opening["speculate"]
+    assert answer.stats.cached_tokens == len("once upon a time")
+    assert answer.stats.notes == ("plain decode: the draft was lost (its worker is gone)",)
 
 
 # --- figures

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.engine.prefill_chunk import chunk_for
-from services.messages.description import DeviceDescription, WorkerDescription
+from coordinator.engine.prefill_chunk import chunk_beside_others, chunk_for
+from services.messages.description import DeviceDescription, StepEngine, WorkerDescription
 from tests.services.fakes import WORKER
 
 GB = 10**9
@@ -33,3 +33,22 @@ def worker(hidden: int, *devices: tuple[str, int]) -> WorkerDescription:
 def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], rows: int) -> None:
     """The smallest GPU decides; with a CPU among them it is as many as a CPU likes."""
     assert chunk_for(workers) == rows
+
+
+@pytest.mark.parametrize(
+    ("engine", "trimmable", "tokens", "rows"),
+    [
+        (StepEngine.GRAPHS, True, 4096, 64),
+        (StepEngine.GRAPHS, True, 4097, 1024),
+        (StepEngine.KERNELS, False, 100, 1024),
+        (StepEngine.TORCH, True, 100, 1024),
+    ],
+)
+def test_few_rows_beside_others_where_they_join_their_steps(
+    engine: StepEngine, trimmable: bool, tokens: int, rows: int
+) -> None:
+    """By kernels without recurrent layers; elsewhere a prompt has steps of its own."""
+    one = worker(4096, ("cuda:0", 141 * GB))
+    assert one.target is not None
+    target = replace(one.target, step_engine=engine, state_trimmable=trimmable)
+    assert chunk_beside_others([replace(one, target=target)] * 2, tokens) == rows

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.planning.draft_size import read_draft_size
-from coordinator.planning.memory import Models, cache_bytes, stage_shares
+from coordinator.planning.memory import Models, cache_bytes, draft_share, stage_shares
 from coordinator.planning.model_size import read_model_size
 from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
-from services.messages.description import FeatureTransport
+from services.messages.description import FeatureTransport, HeadPlace
 from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.devices import parse_devices
@@ -26,6 +26,7 @@ from shard_worker.stage.stage import Stage
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import Weight
 from tests.reference import checkpoints, storage
+from tests.reference.draft_checkpoints import DFLASH2
 from tests.reference.packed_checkpoints import write_packed
 from tests.shard_worker.packed import CASES
 
@@ -132,6 +133,24 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
         for cache in state.caches.values():
             cache.reserve(cache.slots)
         assert size.cache_bytes(length) == state.size_bytes == held
+
+
+def test_a_selector_is_counted_where_logits_are_made(pairs: Pairs, tmp_path: Path) -> None:
+    """Beside the draft's layers, or in the last stage where hidden rows go there; together it is as much."""
+    path = pairs["qwen3"][0]
+    directory = checkpoints.write_draft(tmp_path / "draft", path, own=DFLASH2)
+    target = read_model_size(path, None)
+    size, checkpoint, held = read_draft_size(directory, target, None), open_checkpoint(directory), {}
+    for place in (HeadPlace.LOADED, HeadPlace.PROJECTED):
+        models = Models(target, size, place)
+        projected = place is HeadPlace.PROJECTED
+        draft = drafter_of(checkpoint).load(checkpoint, CPU[0], None, lambda loaded, total: None, projected=projected)
+        [stage] = stage_shares(models, LayerRange(0, 6), 1, draft_here=False)
+        head = 0 if projected else target.draft_head_bytes(size.item_bytes, on_cpu=True)
+        assert draft_share(models).cpu_bytes == draft.weight_bytes + head
+        held[place] = stage.cpu_bytes
+    chooser = drafter_of(checkpoint).load_chooser(checkpoint, CPU[0], "float32")
+    assert held[HeadPlace.PROJECTED] - held[HeadPlace.LOADED] == chooser.nbytes == size.chooser_bytes > 0
 
 
 def test_packed_drafts_take_what_is_said(pairs: Pairs, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from services.errors import InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
 from services.processes.device_memory import GPU_CONTEXT_BYTES
 from tests.coordinator.planning.conftest import worker
+from tests.reference import checkpoints
+from tests.reference.draft_checkpoints import DFLASH2
 
 Pairs = dict[str, tuple[Path, Path]]
 
@@ -96,6 +98,20 @@ def test_the_drafts_place_has_a_reason(pairs: Pairs, device: str | None, place: 
     assert reason is not None
     assert all(word in reason for word in words), reason
     assert draft_reason(models_of(pairs, draft=False), plan_of("cpu", has_draft=False)) is None
+
+
+def test_a_drafts_layout_is_said(pairs: Pairs, tmp_path: Path) -> None:
+    """In words and in the object; and where what chooses its tokens is, if that is not in its own worker."""
+    target = read_model_size(pairs["qwen3"][0], None)
+    directory = checkpoints.write_draft(tmp_path / "draft", pairs["qwen3"][0], own=DFLASH2)
+    models = Models(target, read_draft_size(directory, target, None), HeadPlace.PROJECTED)
+    report = make_report(models, plan_of("cpu", draft="cpu"), lengths=(64,), sessions=1)
+    out = io.StringIO()
+    show(report, Console(file=out, width=500))
+
+    assert as_json(report)["draft"]["layout"] == "DFlash2"  # type: ignore[index]
+    assert "It is a DFlash2 draft." in out.getvalue()
+    assert "and has the 18.0 KiB there by which its tokens are chosen" in out.getvalue()
 
 
 def test_what_does_not_fit_is_said(pairs: Pairs) -> None:

@@ -17,7 +17,7 @@ from services.messages.draft_session import OpenDraft
 from services.messages.loading import LoadDraft
 from services.messages.snapshots import SnapshotOwner
 from services.net.channel import connect
-from services.net.cluster_token import VARIABLE, read_token
+from services.net.cluster_token import FLAG, VARIABLE, read_token
 from services.net.security import Security
 from services.net.server import Server
 from services.rpc.draft import DraftServicer
@@ -37,7 +37,7 @@ from tests.services.fakes import (
     frames_of,
     prefill,
 )
-from tests.services.net.certificates import Certificates
+from tests.services.net.certificates import Certificates, known
 
 TOKEN = "correct-horse-battery-staple"
 OTHER = "correct-horse-battery-stapl3"
@@ -71,7 +71,7 @@ async def listen() -> AsyncIterator[Listen]:
 @pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
 async def test_the_right_token_opens_every_service(kind: str, listen: Listen, tmp_path: Path) -> None:
     """Over sockets of every kind."""
-    security = Certificates(tmp_path / "tls").security(token=TOKEN) if kind == "tls" else Security(token=TOKEN)
+    security = Certificates(tmp_path / "tls").security(token=TOKEN) if kind == "tls" else Security(token=known(TOKEN))
     address = (await listen(security, f"unix:{tmp_path}/a.sock" if kind == "unix" else "127.0.0.1:0")).address
     peers = Peers(timeout_s=5, security=security)
     try:
@@ -98,8 +98,8 @@ async def test_any_other_call_is_refused(
     shown: str | None, reason: str, words: str, listen: Listen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Methods of every shape, with the same sentence; what was shown and what is right stays out of texts and logs."""
-    address = (await listen(Security(token=TOKEN), f"unix:{tmp_path}/a.sock")).address
-    peers = Peers(timeout_s=5, security=Security(token=shown))
+    address = (await listen(Security(token=known(TOKEN)), f"unix:{tmp_path}/a.sock")).address
+    peers = Peers(timeout_s=5, security=Security(token=known(shown) if shown else None))
     part = LoadDraft("d", "m", HeadPlace.LOADED, FeatureTransport.SUM)
     errors = []
     for call in (
@@ -141,7 +141,7 @@ async def test_reflection_and_unknown_methods_need_it_too(
     metadata: tuple[tuple[str, str | bytes], ...], listen: Listen, tmp_path: Path
 ) -> None:
     """Without the one right header nothing is told, not even which methods there are."""
-    address = (await listen(Security(token=TOKEN), f"unix:{tmp_path}/a.sock")).address
+    address = (await listen(Security(token=known(TOKEN)), f"unix:{tmp_path}/a.sock")).address
     channel = await connect(address, timeout_s=5)
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -159,7 +159,7 @@ async def test_reflection_and_unknown_methods_need_it_too(
 
 async def test_health_needs_no_token(listen: Listen, tmp_path: Path) -> None:
     """A probe holds no secrets."""
-    address = (await listen(Security(token=TOKEN), f"unix:{tmp_path}/a.sock")).address
+    address = (await listen(Security(token=known(TOKEN)), f"unix:{tmp_path}/a.sock")).address
     channel = await connect(address, timeout_s=5)
     answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -169,21 +169,52 @@ async def test_health_needs_no_token(listen: Listen, tmp_path: Path) -> None:
 async def test_a_worker_without_a_token_ignores_one(listen: Listen, tmp_path: Path) -> None:
     """Workers can be given the token one after the other."""
     address = (await listen(Security(), f"unix:{tmp_path}/a.sock")).address
-    peers = Peers(timeout_s=5, security=Security(token=TOKEN))
+    peers = Peers(timeout_s=5, security=Security(token=known(TOKEN)))
     assert await (await peers.worker(address)).describe() == WORKER
     await peers.close()
 
 
 def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file wins over the environment; a line's end does not belong to it."""
+
+    def sent(file: str | None) -> str:
+        found = read_token(file)
+        assert found is not None
+        return found.sent
+
     monkeypatch.delenv(VARIABLE, raising=False)
     assert read_token(None) is None
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    assert read_token(str(file)) == TOKEN
+    assert sent(str(file)) == TOKEN
     monkeypatch.setenv(VARIABLE, OTHER)
-    assert read_token(str(file)) == TOKEN
-    assert read_token(None) == OTHER
+    assert sent(str(file)) == TOKEN
+    assert sent(None) == OTHER
+
+
+async def test_another_token_takes_its_place_while_all_run(listen: Listen, tmp_path: Path) -> None:
+    """Worker and caller read their files again: with both tokens in the worker's, the caller's may be either."""
+    ours, theirs = tmp_path / "worker", tmp_path / "caller"
+    for file in (ours, theirs):
+        file.write_text(TOKEN)
+    server = await listen(Security(token=read_token(str(ours))), f"unix:{tmp_path}/a.sock")
+    peers = Peers(timeout_s=5, security=Security(token=read_token(str(theirs))))
+    worker = await peers.worker(server.address)
+    assert await worker.describe() == WORKER
+
+    ours.write_text(f"{TOKEN}\n{OTHER}\n")
+    assert await worker.describe() == WORKER
+    theirs.write_text(f"{OTHER}\n{TOKEN}\n")
+    assert await worker.describe() == WORKER
+    # What is no token changes nothing.
+    ours.write_text("short")
+    assert await worker.describe() == WORKER
+    ours.write_text(OTHER)
+    assert await worker.describe() == WORKER
+    theirs.write_text(TOKEN)
+    with pytest.raises(Unauthenticated, match="carried another token"):
+        await worker.describe()
+    await peers.close()
 
 
 @pytest.mark.parametrize(
@@ -208,10 +239,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_token(str(tmp_path / "token"))
 
 
-def test_children_get_it_by_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as an argument; and a process that runs without one passes none on."""
+def test_children_get_it_by_environment_or_by_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Never as an argument; and a process that runs without one passes none on."""
     monkeypatch.setenv(VARIABLE, OTHER)
-    security = Security(token=TOKEN)
+    security = Security(token=known(TOKEN))
     assert security.child_arguments() == []
     assert security.child_environment(os.environ) == {**os.environ, VARIABLE: TOKEN}
     assert VARIABLE not in Security().child_environment(os.environ)
+    (tmp_path / "token").write_text(TOKEN)
+    security = Security(token=read_token(str(tmp_path / "token")))
+    assert security.child_arguments() == [FLAG, str(tmp_path / "token")]
+    assert VARIABLE not in security.child_environment(os.environ)

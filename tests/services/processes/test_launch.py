@@ -11,6 +11,7 @@ from services.errors import InvalidArgument
 from services.net.cluster_token import VARIABLE as TOKEN_VARIABLE
 from services.net.security import Security
 from services.processes.launch import Launch, parse_commands
+from tests.services.net.certificates import known
 
 
 def test_a_program_for_each_vendor() -> None:
@@ -46,7 +47,7 @@ def test_refused_programs(texts: list[str], words: str) -> None:
 def test_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers have in common; the token travels in the environment only."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launch = Launch(threads=3, prefix_cache_bytes=0, memory_share=0.5, security=Security(token="secret"))
+    launch = Launch(threads=3, prefix_cache_bytes=0, memory_share=0.5, security=Security(token=known("secret")))
 
     arguments = launch.arguments("cuda:1", ["target", "draft"])
 

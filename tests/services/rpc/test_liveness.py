@@ -19,6 +19,8 @@ from services.net.checksums import FIELD
 from services.rpc.liveness import (
     BEAT_S,
     DEVICE_HUNG,
+    LEAVING_S,
+    LOADING_S,
     LONGEST_S,
     SILENT_S,
     WORKER_SILENT,
@@ -33,7 +35,7 @@ from services.rpc.worker import WorkerServicer
 from services.same_host.process import ProcessId, own_process, state_of
 from tests.links import GOOD, Fault, Link
 from tests.services.conftest import Serve
-from tests.services.fakes import OPEN, WORKER, FakeSnapshots, FakeStage, FakeWorker, prefill, stays
+from tests.services.fakes import OPEN, WORKER, FakeSnapshots, FakeStage, FakeWorker, prefill, stays, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -204,20 +206,35 @@ class LivingWorker:
         print(what, file=self.process.stdin, flush=True)
 
 
-@pytest.fixture
-async def living(tmp_path: Path, peers: Peers) -> AsyncIterator[LivingWorker]:
-    """A process of this host."""
-    address = f"unix:{tmp_path}/a.sock"
+async def started(address: str, peers: Peers) -> AsyncIterator[LivingWorker]:
+    """Start a process that listens there, and end it."""
     command = [sys.executable, "-m", "tests.services.rpc.living_worker", address]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        await peers.awaited(address, 30)
-        yield LivingWorker(process, address)
+        address = await asyncio.to_thread(process.stdout.readline)
+        await peers.awaited(address.strip(), 30)
+        yield LivingWorker(process, address.strip())
     finally:
         process.kill()
         process.wait()
         process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture
+async def living(tmp_path: Path, peers: Peers) -> AsyncIterator[LivingWorker]:
+    """A process of this host, of which /proc tells what it does."""
+    async for worker in started(f"unix:{tmp_path}/a.sock", peers):
+        yield worker
+
+
+@pytest.fixture
+async def remote(peers: Peers) -> AsyncIterator[LivingWorker]:
+    """A process that is reached over TCP, as one of another host: nothing is known of it but what it sends."""
+    async for worker in started("127.0.0.1:0", peers):
+        yield worker
 
 
 async def test_a_process_that_computes_is_awaited(living: LivingWorker, peers: Peers) -> None:
@@ -242,6 +259,25 @@ async def test_a_stopped_process_is_lost_until_it_goes_on(living: LivingWorker, 
     assert (await lost).reason == WORKER_SILENT
     living.process.send_signal(signal.SIGCONT)
     (await watching(peers, living.address)).cancel()
+
+
+async def test_a_remote_process_that_is_held_up_is_awaited(remote: LivingWorker, peers: Peers) -> None:
+    """One that sends no heartbeats because native code holds up its threads of Python still takes connections: it is
+    not lost, without having said a word before."""
+    lost = await watching(peers, remote.address)
+    remote.tell(f"hold {SILENT_S + 6 * BEAT_S}")
+    assert await stays(lambda: not lost.done(), SILENT_S + 8 * BEAT_S)
+    lost.cancel()
+
+
+async def test_a_stopped_process_is_lost_while_it_loads(remote: LivingWorker, peers: Peers) -> None:
+    """The patience that a load is given is for processes that live."""
+    lost = await watching(peers, remote.address)
+    remote.tell("load")
+    await asyncio.sleep(2 * BEAT_S)
+    remote.process.send_signal(signal.SIGSTOP)
+    async with asyncio.timeout(LOADING_S / 2):
+        assert (await lost).reason == WORKER_SILENT
 
 
 # --- what a worker says of itself
@@ -282,6 +318,25 @@ async def test_a_worker_that_stops_says_so(serve: Serve, peers: Peers) -> None:
     assert (await lost).reason == "WORKER_UNREACHABLE"
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_a_worker_that_is_told_to_stop_waits_for_one_that_takes_its_place(
+    is_held: bool, serve: Serve, peers: Peers
+) -> None:
+    """For as long as its holder says that, and a second for that to be said; where nobody holds it, not at all."""
+    life = Life()
+    server = await serve(LivenessServicer(life, peers).register)
+    (await watching(peers, server.address)).cancel()
+    assert peers.leaving(server.address) is None
+    leaving = asyncio.create_task(life.leave(lambda: is_held))
+    if is_held:
+        await until(lambda: peers.leaving(server.address) is not None, 10)
+        heartbeats = peers.leaving(server.address)
+        assert heartbeats is not None
+        with heartbeats.taking_over():
+            assert await stays(lambda: not leaving.done(), LEAVING_S + 4 * BEAT_S)
+    await asyncio.wait_for(leaving, 10)
+
+
 # --- how long silence may last
 
 
@@ -309,6 +364,24 @@ def test_how_long_a_worker_may_be_silent(gaps_s: list[float], announced_s: float
     regularity = Regularity()
     beats(regularity, gaps_s, announced_s)
     assert regularity.allowed_s == allowed_s
+
+
+def test_signs_of_life_give_time() -> None:
+    """Without one a worker may be silent for as long as its heartbeats' gaps say, whatever it asked for; with one for
+    as long as it asks for, or as the sign grants."""
+    regularity = Regularity(lost_after_s=3.0)
+    regularity.heard(0.0, 30.0)
+    regularity.look()
+    assert (regularity.allowed_s, regularity.allowed_unseen_s) == (30.0, 2.75)
+    regularity.heard(0.25, 0.0)
+    assert (regularity.allowed_s, regularity.allowed_unseen_s) == (2.75, 2.75)
+    regularity.look()
+    regularity.seen(LONGEST_S)
+    assert (regularity.silent_s, regularity.unseen_s) == (BEAT_S, 0.0)
+    assert (regularity.allowed_s, regularity.allowed_unseen_s) == (LONGEST_S, 2.75)
+    regularity.heard(1.0, 0.0)
+    assert regularity.allowed_s == 3.0
+    assert Regularity().allowed_unseen_s == LONGEST_S
 
 
 def test_silence_is_counted_in_looks() -> None:

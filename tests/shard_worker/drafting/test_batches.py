@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from shard_worker.drafting.choosers.argmax import Argmax
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.drafting.engine import CommittedRows, DraftEngine, DraftRequest
@@ -17,6 +19,7 @@ from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.stage.batch_runner import MAX_SESSIONS, BatchRunner, SessionTokens
 from shard_worker.weights.weight import DenseWeight
+from tests.reference.draft_checkpoints import DFLASH2
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
@@ -30,6 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sliding-causal": {"layer_types": (SLIDING, FULL), "sliding_window": 10, "is_causal": True},
     "biases": {"layer_types": (FULL,), "layers": 1, "attention_bias": True, "is_causal": False},
     "reduced": {"form": "speculators", "layers": 1, "token_ids": range(1, 256, 3)},
+    "dflash2": {"own": DFLASH2, "layers": 1},
 }
 STOPS = frozenset({7, 40, 200})
 
@@ -45,7 +49,7 @@ class Drafting:
             torch.randn(256, 64, generator=generator).to(device().torch_device, DTYPE) for _ in range(2)
         )
         # Where the draft has a head of its own that one is used, as by `make_engine`.
-        chosen = self.draft.own_head or DraftHead(DenseWeight(head))
+        chosen = self.draft.own_head or DraftHead(DenseWeight(head), chooser=self.draft.chooser or Argmax())
         self.alone: DFlashRunner = self.draft.make_runner(chosen, graphs=ON_GPU)
         self.together: DFlashRunner = self.draft.make_runner(chosen, graphs=ON_GPU, sessions=MAX_SESSIONS)
         mask_row = self.embedding[self.draft.config.mask_token_id]
@@ -116,7 +120,8 @@ def test_draft_tokens_are_the_same_alone_and_together(tiny: Tiny, name: str) -> 
 @torch.inference_mode()
 def test_blocks_issued_ahead_are_those_of_each_session_alone(tiny: Tiny, name: str) -> None:
     """Whatever number of rows counts: tokens, draft tokens and contexts are those that the host makes of each session
-    alone. Sessions without a draft, without a next block, and those that the host decides stand among them."""
+    alone. Sessions without a draft, without a next block, those that the host decides, and a prompt's rows, which all
+    count, stand among them."""
     from shard_worker.drafting.ahead import BlocksAhead, Following
     from shard_worker.model.kernels.step_parameters import StepParameters
 
@@ -143,6 +148,7 @@ def test_blocks_issued_ahead_are_those_of_each_session_alone(tiny: Tiny, name: s
             for one, (own, state) in enumerate(zip(tokens, together, strict=True))
         ]
         following[1] = Following(len(tokens[1]), decided=False)
+        following[2] = replace(following[2], whole=True)
         step.begin()
         first = 0
         for one, own in enumerate(tokens):
@@ -160,13 +166,14 @@ def test_blocks_issued_ahead_are_those_of_each_session_alone(tiny: Tiny, name: s
         produced, proposed = issued.produced(), issued.draft_tokens()
         for one, (ask, own) in enumerate(zip(following, tokens, strict=True)):
             expected = accept(own[1:], chosen[one], STOPS) if ask.decided else []
+            kept = len(expected)
+            if ask.whole:
+                expected, kept = chosen[one][-1:], len(own)
             assert produced[one] == expected
             assert counts[one] == len(expected)
-            counts_seen.add(len(expected))
+            counts_seen.add(kept)
             if ask.state is not None:
-                drafting.engine.append(
-                    alone[one], Features(total=total[first : first + len(expected)]), alone[one].length
-                )
+                drafting.engine.append(alone[one], Features(total=total[first : first + kept]), alone[one].length)
                 assert_same(together[one], alone[one])
                 if ask.draft_tokens:
                     request = DraftRequest(turn, alone[one].length, expected[-1], ask.draft_tokens)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from shard_worker.drafting.choosers.dflash2 import Selector
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
@@ -19,6 +20,7 @@ from shard_worker.stage.step_graph import StepOutput
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import DenseWeight
+from tests.reference.draft_checkpoints import DFLASH2
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
@@ -64,10 +66,45 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
             draft.append([own], [count], piece)
         rows = embedding[[17, draft.config.mask_token_id]]
         logits = (draft.propose([expected], rows, [draft_tokens]) @ head.T).float()
-        found = torch.tensor(runner.propose([own], rows, [draft_tokens]), device=logits.device)[0]
+        found = torch.tensor(runner.propose([own], rows, [draft_tokens], [17]), device=logits.device)[0]
         missed = logits.amax(-1) - logits.gather(1, found[:, None])[:, 0]
         assert (missed <= 0.05 * logits.std()).all(), (count, missed)
         assert_close(own, expected)
+
+
+@pytest.mark.parametrize(("taps", "is_causal"), [(2, False), (3, True)])
+@torch.inference_mode()
+def test_a_dflash2_block_is_that_of_plain_torch(tiny: Tiny, taps: int, is_causal: bool) -> None:
+    """Along a context, each token is the one that the selector of plain torch takes behind the token before, where that
+    is clear."""
+    from shard_worker.drafting.runner import DFlashRunner
+
+    own = DFLASH2 | {"conv_kernel_size": taps}
+    draft, _, embedding, matrix = make(tiny, f"dflash2-{taps}", own=own, is_causal=is_causal)
+    chooser = draft.chooser
+    assert isinstance(chooser, Selector)
+    head = DraftHead(DenseWeight(matrix), chooser=chooser)
+    runner, state, expected = DFlashRunner(draft, head, graphs=ON_GPU), draft.allocate(640), draft.allocate(640)
+    features, overruled = torch.randn(80, 64, generator=torch.Generator().manual_seed(3)), 0
+    for count, draft_tokens in ((1, 7), (5, 3), (8, 7), (3, 7), (8, 1)):
+        piece = Features(total=features[state.length : state.length + count].to(matrix.device))
+        for one in (state, expected):
+            draft.append([one], [count], piece)
+        rows = embedding[[17, draft.config.mask_token_id]]
+        hidden = draft.propose([expected], rows, [draft_tokens])
+        logits = (hidden @ matrix.T).float()
+        weighing = chooser.projection.matmul(hidden.to(chooser.projection.dtype)).float()
+
+        [found] = runner.propose([state], rows, [draft_tokens], [17])
+
+        for place, (before, token) in enumerate(zip((17, *found), found, strict=False)):
+            scores = logits[place] + chooser.successors.float() @ (
+                weighing[place] * chooser.predecessors[before].float()
+            )
+            best = scores[logits[place].topk(chooser.candidates).indices].max()
+            assert best - scores[token] <= 0.05 * logits.std(), (count, place)
+            overruled += int(token != logits[place].argmax())
+    assert overruled > 5
 
 
 def assert_close(own: DFlashState, expected: DFlashState) -> None:
@@ -85,7 +122,7 @@ class Pair:
     the layers below."""
 
     def __init__(self, tiny: Tiny, name: str, stops: frozenset[int], cut: int | None) -> None:
-        from shard_worker.drafting.ahead import Ahead
+        from shard_worker.drafting.ahead import Ahead, BlocksAhead
         from shard_worker.drafting.runner import DFlashRunner
 
         path = tiny.draft(name, "kernels-ahead", target_layer_ids=(2, 0))
@@ -109,7 +146,7 @@ class Pair:
         self.runner.prepare(self.embedding[self.draft.config.mask_token_id])
         self.state, self.context = self.stage.allocate(400, 8), self.draft.allocate(400)
         self.stops = stops
-        self.ahead = Ahead(self.step, self.runner, self.context, self.embedding, stops)
+        self.ahead = Ahead(self.step, BlocksAhead(self.runner, self.embedding), self.context, stops)
 
     def prefill(self, tokens: list[int]) -> None:
         features = Features()
@@ -133,14 +170,14 @@ class Pair:
         assert output.argmax is not None
         assert features.total is not None
         assert self.ahead.takes(len(tokens))
-        produced = self.ahead.issue(
+        issued = self.ahead.issue(
             self.state.caches[0], output.argmax, features.total, draft_tokens, uncommitted=uncommitted
         )
+        produced = issued.produced()
         if uncommitted:
             self.state.length, self.state.pending = self.state.length + len(produced), 0
             self.commit_front()
-        assert self.ahead.issued
-        return produced, self.ahead.draft_tokens()
+        return produced, issued.draft_tokens()
 
     def one_after_the_other(self, tokens: list[int], draft_tokens: int) -> tuple[list[int], tuple[int, ...]]:
         """The same with the host deciding."""
@@ -153,7 +190,7 @@ class Pair:
             self.commit_front()
         self.runner.append([self.context], [len(produced)], self.draft.mix(features.rows(len(produced))))
         rows = self.embedding[[produced[-1], self.draft.config.mask_token_id]]
-        [block] = self.runner.propose([self.context], rows, [draft_tokens])
+        [block] = self.runner.propose([self.context], rows, [draft_tokens], [produced[-1]])
         return produced, block
 
 

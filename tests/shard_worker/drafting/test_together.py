@@ -13,6 +13,7 @@ from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.engine import CommittedRows, DraftEngine, DraftRequest, make_engine
 from shard_worker.model.features import Features
 from shard_worker.weights.weight import DenseWeight
+from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.tiny import Tiny, ids, load_draft
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -20,6 +21,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "is_causal": False},
     "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10, "is_causal": True},
     "sliding-non-causal": {"layer_types": (SLIDING, SLIDING), "sliding_window": 10, "is_causal": False},
+    "dflash2": {"own": DFLASH2},
+    "dspark": {"own": DSPARK | {"markov_head_type": "rnn", "enable_confidence_head": True}, "block_size": 7},
+    "domino": {"own": DOMINO, "block_size": 7},
 }
 
 
@@ -73,7 +77,7 @@ def test_draft_tokens_are_the_same_alone_and_together(
         for one, start, piece, request, draft_tokens in zip(chosen, starts, pieces, requests, found, strict=True):
             engine.append(alone[one], Features(total=piece), start)
             assert draft_tokens == engine.propose(alone[one], request)
-            assert len(draft_tokens) == request.tokens
+            assert len(draft_tokens) == request.tokens or (name == "dspark" and 0 < len(draft_tokens) < request.tokens)
             for here, there in zip(contexts(together[one]), contexts(alone[one]), strict=True):
                 if exact:
                     assert torch.equal(here, there)

@@ -18,7 +18,8 @@ import torch
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
 from shard_worker.sampling.acceptance import accept
-from shard_worker.sampling.sampler import Sampler, draw, probabilities, uniform
+from shard_worker.sampling.drawing import Candidates, candidates, race, race_key
+from shard_worker.sampling.sampler import Sampler
 from tests.reference import distribution, target
 from tests.shard_worker.tiny import Run, Tiny, load_stage
 
@@ -74,6 +75,20 @@ def sampler_after(sampling: SamplingParams, prefix: tuple[int, ...]) -> Sampler:
     return sampler
 
 
+def shares(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Return each token's weight in the race behind each row: [n, vocab], not normalised."""
+    found = candidates(logits, [sampling] * len(logits))
+    return found.weights if found.places is None else torch.zeros_like(logits).scatter(-1, found.places, found.weights)
+
+
+key_of = functools.cache(race_key)
+
+
+def raced(weights: torch.Tensor, keys: list[tuple[int, int]]) -> list[int]:
+    tokens: list[int] = race(Candidates(weights), VOCAB, keys).tolist()
+    return tokens
+
+
 def continue_plainly(
     sampling: SamplingParams, next_logits: NextLogits, begun: list[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
@@ -87,8 +102,8 @@ def continue_plainly(
         for tokens, seeds in groups.items():
             prefix = (*PROMPT, *tokens)
             logits = sampler_after(sampling, prefix).adjusted(next_logits(prefix), prefix[-1:], len(prefix) - 1)
-            weights = probabilities(logits, sampling).expand(len(seeds), -1)
-            chosen = draw(weights, [uniform(seed, len(prefix)) for seed in seeds])
+            weights = shares(logits, sampling).expand(len(seeds), -1)
+            chosen = raced(weights, [key_of(seed, len(prefix)) for seed in seeds])
             for seed, token in zip(seeds, chosen, strict=True):
                 drawn[seed] = (*tokens, token)
     return drawn
@@ -108,9 +123,8 @@ def draw_with_draft_tokens(
         known = [(*PROMPT, *draft_tokens[:count]) for count in range(len(rows))]
         logits = torch.cat([next_logits(prefix) for prefix in known])
         adjusted = sampler_after(sampling, PROMPT).adjusted(logits, rows, len(PROMPT) - 1)
-        weights = probabilities(adjusted, sampling).repeat(len(seeds), 1)
-        numbers = [uniform(seed, len(PROMPT) + row) for seed in seeds for row in range(len(rows))]
-        chosen = draw(weights, numbers)
+        weights = shares(adjusted, sampling).repeat(len(seeds), 1)
+        chosen = raced(weights, [key_of(seed, len(PROMPT) + row) for seed in seeds for row in range(len(rows))])
         for index, seed in enumerate(seeds):
             own = chosen[index * len(rows) : (index + 1) * len(rows)]
             begun[seed] = tuple(accept(draft_tokens, own, frozenset()))
@@ -217,7 +231,7 @@ def test_the_distribution_of_every_row_includes_the_draft_tokens_before_it(name:
     sampler.observe(history[:4], 0)
     sampler.observe(history[4:], 4)
 
-    weights = probabilities(sampler.adjusted(logits, rows, len(history)), sampling)
+    weights = shares(sampler.adjusted(logits, rows, len(history)), sampling)
 
     for row in range(3):
         seen = [*history, *rows[: row + 1]]
@@ -249,41 +263,14 @@ def test_greedy_is_the_argmax_after_bias_and_penalties() -> None:
     assert [Sampler(SamplingParams(seed=seed), 1, VOCAB, CPU).choose(logits, [0], 0) for seed in range(9)] == [[1]] * 9
 
 
-def test_a_seed_names_one_stream() -> None:
-    """The same seed and position give the same number, another seed or position an unrelated one in [0, 1)."""
-    numbers = torch.tensor([[uniform(seed, position) for position in range(200)] for seed in range(200)])
-
-    assert [uniform(7, position) for position in range(200)] == pytest.approx(numbers[7].tolist())
-    assert float(numbers.min()) >= 0
-    assert float(numbers.max()) < 1
-    assert len(numbers.unique()) > 39_900
-    # The correlation of 200 pairs lies within ±0.3 with a chance above 0.9999 each.
-    for table in (numbers, numbers.T):
-        neighbours = torch.corrcoef(table).diagonal(1)
-        assert float(neighbours.abs().max()) < 0.4
-        assert float(neighbours.mean().abs()) < 0.03
-
-
-def test_seeds_and_positions_at_their_limits_have_numbers() -> None:
-    """The wire's largest seed and a position beyond any context are accepted."""
-    assert 0 <= uniform(2**64 - 1, 2**32) < 1
-
-
-@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-32, 3)])
-def test_a_draw_lands_in_its_share_and_never_on_an_impossible_token(number: float, token: int) -> None:
-    """Weights need not add up to one; a token of weight zero is drawn for no number, 0 and almost 1 included."""
-    weights = torch.tensor([[0.0, 0.5, 0.0, 1.5, 0.0]], dtype=torch.float64)
-
-    assert draw(weights, [number]) == [token]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     """A broken model yields an error and never a token that doesn't exist."""
     logits = torch.tensor([[0.0, 1.0, 2.0, 0.5, 1.5], [0.0, bad, 2.0, 0.5, 1.5]])
 
-    with pytest.raises(InvalidArgument, match="not finite"):
-        draw(probabilities(logits, SamplingParams(temperature=1.0, top_p=0.9)), [0.5, 0.5])
+    for sampling in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)):
+        with pytest.raises(InvalidArgument, match="not finite"):
+            Sampler(sampling, 0, VOCAB, CPU).choose(logits, [1, 2], 0)
 
 
 def test_processors_never_leave_nothing() -> None:
@@ -291,10 +278,10 @@ def test_processors_never_leave_nothing() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0, 2.0, -1.0]])
 
     for sampling in (SamplingParams(temperature=1.0, top_p=1e-9), SamplingParams(temperature=1.0, min_p=1.0)):
-        assert (probabilities(logits, sampling) > 0).sum() in (1, 2)
-    tied = probabilities(logits, SamplingParams(temperature=1.0, top_k=1))
+        assert (shares(logits, sampling) > 0).sum() in (1, 2)
+    tied = shares(logits, SamplingParams(temperature=1.0, top_k=1))
     assert tied.nonzero()[:, 1].tolist() == [1, 3]
-    beyond = probabilities(logits, SamplingParams(temperature=1.0, top_k=50))
+    beyond = shares(logits, SamplingParams(temperature=1.0, top_k=50))
     assert (beyond > 0).all()
 
 

@@ -191,6 +191,26 @@ async def test_a_draft_with_fewer_tokens_than_the_target(
     assert {token % 3 for token in expected} > {1}
 
 
+@pytest.mark.parametrize(
+    ("name", "cuts", "shape"),
+    [("gemma4-experts", (), "dflash2"), ("qwen3", (2,), "dspark"), ("qwen3", (), "domino")],
+)
+async def test_a_draft_that_chooses_by_what_stands_before(
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], shape: str
+) -> None:
+    """Draft tokens are the same wherever they are chosen: with the draft beside the last stage, in the draft's worker,
+    or in the last stage, which gets hidden rows. The answer is the target's."""
+    prompt, expected = tiny.clear_prompt(name, 12, 16)
+    answers = []
+    for place in HeadPlace:
+        async with make_chain(name, cuts, shape, place=place).session() as client:
+            answers.append(await client.speculate(prompt, 16))
+
+    for answer in answers:
+        assert answer.tokens == expected
+        assert answer.proposals == answers[0].proposals
+
+
 @pytest.mark.parametrize("draft_tokens", range(1, BLOCK))
 async def test_blocks_of_every_size(tiny: Tiny, make_chain: MakeChain, draft_tokens: int) -> None:
     """Asking the draft for fewer draft tokens than its block holds gives shorter proposals and the same tokens."""

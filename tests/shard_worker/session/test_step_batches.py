@@ -14,10 +14,17 @@ import pytest
 import torch
 
 from services.errors import FailedPrecondition, ResourceExhausted
+from services.messages.description import FeatureTransport
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Commit, Forward, StepKind
 from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.engine import DraftRequest
+from shard_worker.model.features import Features
+from shard_worker.sampling.acceptance import accept
+from shard_worker.session import step_batches
+from shard_worker.session.last_stage import LastStageDeviceSession
 from shard_worker.stage.stage import StepInput
+from shard_worker.stage.step_graph import StepPart
 from tests.shard_worker.chain import BLOCK, Chain, Client
 from tests.shard_worker.model.kernels.machine import ON_GPU
 from tests.shard_worker.session.test_following import follow, tokens_of
@@ -120,10 +127,23 @@ async def test_answers_are_those_of_each_alone(
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="steps of the chain need a GPU")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-sliding", "qwen3_5-ratio-3"])
-async def test_answers_by_kernels_are_those_of_each_alone(new_chain: Callable[..., Chain], name: str) -> None:
+async def test_answers_by_kernels_are_those_of_each_alone(
+    new_chain: Callable[..., Chain], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens and log-probabilities are the same by kernels, which compute chunks of prompts together as well. Which
-    draft tokens there are, and so how many of them are accepted at a time, is up to rounding. One stage: two in one
-    process would capture graphs at the same time, which torch cannot."""
+    draft tokens there are, and so how many of them are accepted at a time, is up to rounding. Blocks of several
+    sessions are issued with the step before them. One stage: two in one process would capture graphs at the same time,
+    which torch cannot."""
+    from shard_worker.drafting.ahead import BlocksAhead
+
+    issued: list[int] = []
+    issue = BlocksAhead.issue
+
+    def noting(blocks: BlocksAhead, step: Any, sessions: Sequence[Any], *others: Any) -> Any:
+        issued.append(sum(one.decided for one in sessions))
+        return issue(blocks, step, sessions, *others)
+
+    monkeypatch.setattr(BlocksAhead, "issue", noting)
     chain = new_chain(name, (), dtype="bfloat16", devices="cuda:0")
     alone = [await answer(chain, request) for request in REQUESTS]
     counts = rows_together(chain)
@@ -132,6 +152,7 @@ async def test_answers_by_kernels_are_those_of_each_alone(new_chain: Callable[..
         assert_same_beginning(tokens_of(one), tokens_of(other))
         assert_same_beginning(logprobs_of(one), logprobs_of(other))
     assert all(max(of_stage) > 1 for of_stage in counts)
+    assert max(issued) > 1
 
 
 def logprobs_of(commits: Sequence[Commit]) -> list[object]:
@@ -141,6 +162,42 @@ def logprobs_of(commits: Sequence[Commit]) -> list[object]:
 def assert_same_beginning(one: Sequence[object], other: Sequence[object]) -> None:
     """As far as both go."""
     assert [*one[: len(other)]] == [*other[: len(one)]]
+
+
+async def test_tokens_of_several_sessions_are_drawn_at_once(
+    new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parameters of their own, plain and drafted, beside a greedy one: they are those of each alone. An error of
+    the draw ends those that were in the step, and no others."""
+    chain = new_chain("qwen3", (), dtype="bfloat16")
+    requests = [
+        REQUESTS[0],
+        Request(ids(9, seed=9), 0, {"sampling": SamplingParams(temperature=1.0, seed=8)}),
+        Request(ids(8, seed=10), 0, {"sampling": SamplingParams(temperature=1.2, top_p=0.9, seed=9), "logprobs": 2}),
+        Request(ids(6, seed=11), BLOCK - 1, {"sampling": SamplingParams(temperature=0.7, top_k=9, seed=2**64 - 1)}),
+        Request(ids(12, seed=12), BLOCK - 1, {"sampling": SamplingParams(temperature=0.9, min_p=0.02, seed=3)}),
+    ]
+    alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in requests]
+    sessions: list[int] = []
+    draw_together = step_batches.draw_together
+
+    def noting(rows: Sequence[Any]) -> list[list[int]]:
+        sessions.append(len(rows))
+        return draw_together(rows)
+
+    monkeypatch.setattr(step_batches, "draw_together", noting)
+    answers = await asyncio.gather(*(answer(chain, request, batch_invariant_rows=16) for request in requests))
+    assert [produced(commits) for commits in answers] == alone
+    assert max(sessions) > 1
+
+    def fail(_: Sequence[Any]) -> list[list[int]]:
+        raise ResourceExhausted("the device has no memory left")
+
+    monkeypatch.setattr(step_batches, "draw_together", fail)
+    errors = await asyncio.gather(*(answer(chain, requests[1]) for _ in range(3)), return_exceptions=True)
+    assert sum(isinstance(error, ResourceExhausted) for error in errors) >= 2
+    monkeypatch.setattr(step_batches, "draw_together", draw_together)
+    assert produced(await answer(chain, requests[1], batch_invariant_rows=16)) == alone[1]
 
 
 async def test_a_session_that_is_closed_while_its_step_waits(new_chain: Callable[..., Chain]) -> None:
@@ -268,6 +325,96 @@ async def test_steps_are_launched_behind_those_whose_results_are_not_read(
     found = await asyncio.gather(*answers, leave(), leave())
     assert found[: len(alone)] == alone
     assert max(behind) > 1
+
+
+@dataclass
+class BlockMadeAtOnce:
+    """Stands for a block that a GPU computes while the host goes on: here plain torch has made it before."""
+
+    tokens: list[int]
+    block: tuple[int, ...]
+    read: bool = False
+
+    def produced(self) -> list[int]:
+        self.read = True
+        return self.tokens
+
+    def draft_tokens(self) -> tuple[int, ...]:
+        return self.block
+
+
+class BlocksMadeAtOnce:
+    """Issues the blocks of steps of several sessions as kernels do, in plain torch.
+
+    behind: how many steps were launched before the results of the last one were read.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.behind = 0
+        self._last: Sequence[BlockMadeAtOnce | None] = ()
+        monkeypatch.setattr(LastStageDeviceSession, "issues_blocks", True)
+        monkeypatch.setattr(LastStageDeviceSession, "issue_together", lambda _, *given: self.issue(*given))
+
+    def issue(self, steps: Sequence[tuple[Any, Forward]], outputs: Sequence[StepPart]) -> list[BlockMadeAtOnce | None]:
+        self.behind += any(one is not None and not one.read for one in self._last)
+        total, first, made = outputs[0].whole.total, 0, list[BlockMadeAtOnce | None]()
+        for (session, forward), output in zip(steps, outputs, strict=True):
+            rows, made_here = len(forward.token_ids), None
+            if session.draft is not None and session._verifier.is_decided_on_device(forward) and total is not None:
+                made_here = self._made(session, forward, output, total[first : first + rows])
+            made.append(made_here)
+            first += rows
+        self._last = made
+        return made
+
+    @staticmethod
+    def _made(session: Any, forward: Forward, output: StepPart, total: torch.Tensor) -> BlockMadeAtOnce:
+        chosen, count = output.argmax_on_host(), len(forward.token_ids)
+        assert chosen is not None
+        tokens = chosen[-1:]
+        if forward.kind is StepKind.VERIFY:
+            tokens = accept(forward.token_ids[1:], chosen, session._request.stop_token_ids)
+            count = len(tokens)
+            for caches in session.state().caches:
+                caches.commit_block(count)
+        draft = session.draft
+        features, start = draft.with_kept(Features(total=total[:count]), draft.state.length)
+        draft.engine.append(draft.state, features, start)
+        block: tuple[int, ...] = ()
+        if forward.propose_tokens:
+            request = DraftRequest(forward.step, draft.state.length, tokens[-1], forward.propose_tokens)
+            block = draft.engine.propose(draft.state, request)
+        return BlockMadeAtOnce(tokens, block)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_two_groups_take_turns_where_blocks_are_issued(
+    new_chain: Callable[..., Chain], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks are issued with their steps a group is launched before the results of the other one are read.
+    Sessions of all lengths come to the tokens of each alone, and one leaves in the midst of it."""
+    chain = new_chain(name, (), dtype="bfloat16", transport=FeatureTransport.SUM)
+    lengths, fields = [3, 12, 30, 21, 40, 9], {"batch_invariant_rows": 16}
+
+    async def answer_of(number: int) -> list[int]:
+        prompt = ids(5 + 3 * number, seed=number)
+        async with chain.session(**fields) as client:
+            await client.prefill(prompt[:-1], 8)
+            return tokens_of(await follow(client, prompt[-1], lengths[number], BLOCK - 1))
+
+    alone = [await answer_of(number) for number in range(len(lengths))]
+    blocks = BlocksMadeAtOnce(monkeypatch)
+    monkeypatch.setattr(step_batches, "TWO_GROUPS_FROM", 2)
+
+    async def leave() -> None:
+        async with chain.session(**fields) as client:
+            await client.prefill(ids(9, seed=9))
+            await client.send(client.frame(StepKind.DECODE, [1], BLOCK - 1, more=40))
+            await client.commit()
+
+    found = await asyncio.gather(*map(answer_of, range(len(lengths))), leave())
+    assert found[: len(alone)] == alone
+    assert blocks.behind > 1
 
 
 def test_prompts_and_answers_take_turns() -> None:

@@ -24,7 +24,17 @@ pytestmark = pytest.mark.gpu
 
 KV_DTYPES = (None, "float8_e4m3fn")
 WAYS: tuple[dict[str, Any], ...] = ({}, {"kv_dtype": "float8_e4m3fn"}, {"dtype": torch.float32})
-NAMES = ("qwen3", "qwen3-sliding", "qwen3-bias", "qwen3_5-ratio-3", "qwen3_moe", "qwen3_next", "gpt_oss")
+NAMES = (
+    "qwen3",
+    "qwen3-sliding",
+    "qwen3-bias",
+    "qwen3_5-ratio-3",
+    "qwen3_moe",
+    "qwen3_next",
+    "gpt_oss",
+    "glm4_moe",
+    "laguna",
+)
 Load = Callable[..., Stage]
 
 

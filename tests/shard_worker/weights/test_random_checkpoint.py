@@ -84,13 +84,30 @@ def test_plans_say_what_cpus_unpack(tmp_path: Path) -> None:
 
 def test_a_packed_shape_computes(tmp_path: Path) -> None:
     """A stage of it is loaded and gives numbers."""
-    checkpoint = open_checkpoint(shape(tmp_path, "q4_k_m"))
+    assert_computes(shape(tmp_path, "q4_k_m"))
+
+
+def assert_computes(directory: Path) -> None:
+    checkpoint = open_checkpoint(directory)
     with torch.inference_mode():
         stage = StageLoader(checkpoint, LayerRange(0, 2), None).load(parse_devices("cpu"), None, lambda *_: None)
         state = stage.allocate(16, 4)
         hidden = stage.run(state, stage.embed((1, 2, 3)), None, uncommitted=False)
         assert stage.head is not None
         assert stage.head.logits(hidden).isfinite().all()
+
+
+def test_experts_alone_are_packed_as_gpt_oss_is_published(tmp_path: Path) -> None:
+    """In MXFP4, which a stage computes with; attention, router and ends are dense."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = json.loads((shape(tmp_path, "mxfp4_experts") / "config.json").read_text())
+    config |= {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "sliding_window": 8, **experts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    headers = random_headers(config)
+    assert {header.code for name, header in headers.items() if header.packed is not None} == {"MXFP4"}
+    packed = {name for name, header in headers.items() if header.packed is not None}
+    assert packed == {name for name in headers if ".experts." in name and name.endswith("weight")}
+    assert_computes(tmp_path)
 
 
 def test_an_unknown_packing_is_refused_by_name(tmp_path: Path) -> None:

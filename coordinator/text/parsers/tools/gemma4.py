@@ -14,7 +14,8 @@ from functools import partial
 
 from coordinator.text.parsers.argument_values import quote, to_json
 from coordinator.text.parsers.lark import literal
-from coordinator.text.parsers.tagged_calls import Outcome, Step, TaggedCallParser
+from coordinator.text.parsers.stepwise_reader import StepwiseReader
+from coordinator.text.parsers.tagged_calls import Outcome, TaggedCallParser
 from coordinator.text.parsers.tags import END_GEMMA_CALL, GEMMA_CALL, GEMMA_QUOTE, begins, skip_whitespace, unfinished
 from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema, read_tools
 
@@ -32,28 +33,14 @@ class Parser(TaggedCallParser):
         super().__init__({GEMMA_CALL: partial(_Reader, read_tools(tools))}, END_GEMMA_CALL)
 
 
-class _Reader:
+class _Reader(StepwiseReader):
     """Reads one call."""
 
     def __init__(self, tools: Mapping[str, OfferedTool]) -> None:
-        self.name: str | None = None
-        self._tools = tools
-        self._outcome = Outcome.READING
-        # The method that reads on from a position and returns the position behind what it read, None to wait for text.
-        self._next: Callable[[str, int], int | None] = self._call
-        self._arguments: list[str] = []
+        super().__init__(tools, self._call)
         self._open: list[str] = []  # what closes the objects and lists that are open
         self._first = True  # whether the innermost of them has had nothing yet
-        self._seen: set[str] = set()
         self._types: frozenset[str] = frozenset()  # of the argument that is being read
-
-    def read(self, text: str) -> Step:
-        """See `CallReader`."""
-        position = 0
-        self._arguments = []
-        while self._outcome is Outcome.READING and (end := self._next(text, position)) is not None:
-            position = end
-        return Step(self._outcome, position, "".join(self._arguments))
 
     def _call(self, text: str, position: int) -> int | None:
         start = skip_whitespace(text, position)
@@ -67,13 +54,11 @@ class _Reader:
         name, end = _match(_NAME, text, position)
         if end == len(text):
             return None
-        if text[end] != "{" or name not in self._tools:
+        if text[end] != "{" or not self._begin_call(name):
             return self._break(position)
-        self.name = name
         return self._enter(text[end], end)
 
     def _enter(self, bracket: str, position: int) -> int:
-        self._arguments.append(bracket)
         self._open.append(_ENDS[bracket])
         self._first, self._next = True, self._item
         return position + 1
@@ -141,6 +126,7 @@ class _Reader:
             self._next = self._text
             return start + len(GEMMA_QUOTE)
         if text[start] in _ENDS:
+            self._arguments.append(text[start])
             return self._enter(text[start], start)
         self._next = self._bare
         return start
@@ -168,10 +154,6 @@ class _Reader:
         self._arguments.append(to_json(word, self._types if len(self._open) == 1 else frozenset()))
         self._next = self._separator
         return end
-
-    def _break(self, position: int) -> int:
-        self._outcome = Outcome.BROKEN
-        return position
 
 
 def _match(pattern: re.Pattern[str], text: str, position: int) -> tuple[str, int]:

@@ -23,6 +23,7 @@ from coordinator.text.parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from coordinator.text.parsers.held_text import HeldTextParser
 from coordinator.text.parsers.json_scanner import JsonScanner
 from coordinator.text.parsers.lark import json_schema, literal
 from coordinator.text.parsers.tags import (
@@ -54,29 +55,20 @@ class _Part(Enum):
     LAYOUT = auto()  # behind a message, or behind the arguments of a call
 
 
-class Parser:
+class Parser(HeldTextParser):
     """Finds the reasoning, the content and the calls of one answer."""
 
     def __init__(self, tools: Sequence[ToolSchema], begun: str = "") -> None:
         """begun: what the prompt has of the answer's message, behind the marker of its start."""
+        super().__init__()
         self._tools = read_tools(tools)
         self._part = _Part.BEGINNING
-        self._held = ""
         self._index = 0
         self._scanner = JsonScanner()
         self._call: list[str] = []  # what was read of its arguments
-        self._events: list[Event] = []
         if CHANNEL in begun or MESSAGE in begun:
             self._part = _Part.HEADER
             self.push(begun)
-
-    def push(self, text: str) -> list[Event]:
-        """Take more text; return the events that are certain now, possibly none."""
-        self._held += text
-        while self._go_on():
-            pass
-        events, self._events = self._events, []
-        return events
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """See `ToolParser`."""
@@ -86,8 +78,7 @@ class Parser:
             self._add(self._held.strip(WHITESPACE) if self._part is _Part.LAYOUT else self._held)
         # What is held otherwise is a header, or may have become a marker.
         self._held, self._part = "", _Part.LAYOUT
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def _finish_call(self, cut: bool) -> None:
         if cut:
@@ -97,7 +88,6 @@ class Parser:
             self._end_call() if self._is_without_arguments else self._give_up()
 
     def _go_on(self) -> bool:
-        """Do the next thing that the held text allows; return False when more text is needed."""
         match self._part:
             case _Part.BEGINNING:
                 return self._begin(_BEGINNINGS)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from coordinator.text.parsers.argument_values import quote
 from coordinator.text.parsers.lark import json_schema, literal
 from coordinator.text.parsers.python_literals import NotALiteral, python_to_json
-from coordinator.text.parsers.tagged_calls import Outcome, Step, TaggedCallParser
+from coordinator.text.parsers.stepwise_reader import StepwiseReader
+from coordinator.text.parsers.tagged_calls import TaggedCallParser
 from coordinator.text.parsers.tags import skip_whitespace
 from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema, read_tools
 
@@ -57,27 +58,13 @@ class Parser(TaggedCallParser):
         return super()._find_closing()
 
 
-class _Reader:
+class _Reader(StepwiseReader):
     """Reads one call of a list. in_list: whether the list has been opened already."""
 
     def __init__(self, tools: Mapping[str, OfferedTool], in_list: bool) -> None:
-        self.name: str | None = None
-        self._tools = tools
-        self._outcome = Outcome.READING
-        # The method that reads on from a position and returns the position behind what it read, None to wait for text.
-        self._next: Callable[[str, int], int | None] = self._function if in_list else self._list
-        self._arguments: list[str] = []
-        self._seen: set[str] = set()
+        super().__init__(tools, self._function if in_list else self._list)
         self._value: list[str] = []  # what there is of the value that is being read
         self._depth, self._quote = 0, ""
-
-    def read(self, text: str) -> Step:
-        """See `CallReader`."""
-        position = 0
-        self._arguments = []
-        while self._outcome is Outcome.READING and (end := self._next(text, position)) is not None:
-            position = end
-        return Step(self._outcome, position, "".join(self._arguments))
 
     def _list(self, text: str, position: int) -> int | None:
         start = skip_whitespace(text, position)
@@ -91,17 +78,16 @@ class _Reader:
         if found is None:
             return None
         name, end = found
-        if name not in self._tools or text[end] != "(":
+        if text[end] != "(" or not self._begin_call(name):
             return self._break(position)
-        self.name = name
-        self._arguments.append("{")
         self._next = self._key
         return end + 1
 
     def _key(self, text: str, position: int) -> int | None:
         start = skip_whitespace(text, position)
         if text[start : start + 1] == ")":
-            return self._end(start + 1)
+            self._end_call()
+            return start + 1
         found = _name(text, start)
         if found is None:
             return None
@@ -145,16 +131,9 @@ class _Reader:
             return self._break(position)
         self._arguments.append(f"{', ' if len(self._seen) > 1 else ''}{quote(key)}: {value}")
         self._next = self._key
-        return self._end(position + 1) if mark == ")" else position + 1
-
-    def _end(self, position: int) -> int:
-        self._arguments.append("}")
-        self._outcome = Outcome.WHOLE
-        return position
-
-    def _break(self, position: int) -> int:
-        self._outcome = Outcome.BROKEN
-        return position
+        if mark == ")":
+            self._end_call()
+        return position + 1
 
 
 def _name(text: str, position: int) -> tuple[str, int] | None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flashsplit/shard/v1/liveness_service.proto\x12\x13\x66lashsplit.shard.v1\"&\n\x11HeartbeatsRequest\x12\x11\n\tholder_id\x18\x01 \x01(\t\"K\n\rWorkerProcess\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\r\x12\x15\n\rstarted_ticks\x18\x03 \x01(\x04\"\x86\x01\n\x12HeartbeatsResponse\x12\x33\n\x07process\x18\x01 \x01(\x0b\x32\".flashsplit.shard.v1.WorkerProcess\x12\x12\n\nsilence_ms\x18\x02 \x01(\r\x12\x0f\n\x07trouble\x18\x03 \x01(\t\x12\x16\n\x0etrouble_reason\x18\x04 \x01(\t\"\x19\n\x17\x43\x61llerHeartbeatsRequest\"\x1a\n\x18\x43\x61llerHeartbeatsResponse\"#\n\x10WatchPeerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x13\n\x11WatchPeerResponse2\xc5\x02\n\x0fLivenessService\x12_\n\nHeartbeats\x12&.flashsplit.shard.v1.HeartbeatsRequest\x1a\'.flashsplit.shard.v1.HeartbeatsResponse0\x01\x12s\n\x10\x43\x61llerHeartbeats\x12,.flashsplit.shard.v1.CallerHeartbeatsRequest\x1a-.flashsplit.shard.v1.CallerHeartbeatsResponse(\x01\x30\x01\x12\\\n\tWatchPeer\x12%.flashsplit.shard.v1.WatchPeerRequest\x1a&.flashsplit.shard.v1.WatchPeerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flashsplit/shard/v1/liveness_service.proto\x12\x13\x66lashsplit.shard.v1\"&\n\x11HeartbeatsRequest\x12\x11\n\tholder_id\x18\x01 \x01(\t\"K\n\rWorkerProcess\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x12\n\nprocess_id\x18\x02 \x01(\r\x12\x15\n\rstarted_ticks\x18\x03 \x01(\x04\"\x97\x01\n\x12HeartbeatsResponse\x12\x33\n\x07process\x18\x01 \x01(\x0b\x32\".flashsplit.shard.v1.WorkerProcess\x12\x12\n\nsilence_ms\x18\x02 \x01(\r\x12\x0f\n\x07trouble\x18\x03 \x01(\t\x12\x16\n\x0etrouble_reason\x18\x04 \x01(\t\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\"-\n\x17\x43\x61llerHeartbeatsRequest\x12\x12\n\ntakes_over\x18\x01 \x01(\x08\"\x1a\n\x18\x43\x61llerHeartbeatsResponse\":\n\x10WatchPeerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x15\n\rlost_after_ms\x18\x02 \x01(\r\"\x13\n\x11WatchPeerResponse2\xc5\x02\n\x0fLivenessService\x12_\n\nHeartbeats\x12&.flashsplit.shard.v1.HeartbeatsRequest\x1a\'.flashsplit.shard.v1.HeartbeatsResponse0\x01\x12s\n\x10\x43\x61llerHeartbeats\x12,.flashsplit.shard.v1.CallerHeartbeatsRequest\x1a-.flashsplit.shard.v1.CallerHeartbeatsResponse(\x01\x30\x01\x12\\\n\tWatchPeer\x12%.flashsplit.shard.v1.WatchPeerRequest\x1a&.flashsplit.shard.v1.WatchPeerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERPROCESS']._serialized_start=107
   _globals['_WORKERPROCESS']._serialized_end=182
   _globals['_HEARTBEATSRESPONSE']._serialized_start=185
-  _globals['_HEARTBEATSRESPONSE']._serialized_end=319
-  _globals['_CALLERHEARTBEATSREQUEST']._serialized_start=321
-  _globals['_CALLERHEARTBEATSREQUEST']._serialized_end=346
-  _globals['_CALLERHEARTBEATSRESPONSE']._serialized_start=348
-  _globals['_CALLERHEARTBEATSRESPONSE']._serialized_end=374
-  _globals['_WATCHPEERREQUEST']._serialized_start=376
-  _globals['_WATCHPEERREQUEST']._serialized_end=411
-  _globals['_WATCHPEERRESPONSE']._serialized_start=413
-  _globals['_WATCHPEERRESPONSE']._serialized_end=432
-  _globals['_LIVENESSSERVICE']._serialized_start=435
-  _globals['_LIVENESSSERVICE']._serialized_end=760
+  _globals['_HEARTBEATSRESPONSE']._serialized_end=336
+  _globals['_CALLERHEARTBEATSREQUEST']._serialized_start=338
+  _globals['_CALLERHEARTBEATSREQUEST']._serialized_end=383
+  _globals['_CALLERHEARTBEATSRESPONSE']._serialized_start=385
+  _globals['_CALLERHEARTBEATSRESPONSE']._serialized_end=411
+  _globals['_WATCHPEERREQUEST']._serialized_start=413
+  _globals['_WATCHPEERREQUEST']._serialized_end=471
+  _globals['_WATCHPEERRESPONSE']._serialized_start=473
+  _globals['_WATCHPEERRESPONSE']._serialized_end=492
+  _globals['_LIVENESSSERVICE']._serialized_start=495
+  _globals['_LIVENESSSERVICE']._serialized_end=820
 # @@protoc_insertion_point(module_scope)

@@ -196,7 +196,7 @@ class BatchCounts(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., steps_by_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter", "session_bytes", "batches")
+    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter", "session_bytes", "batches", "busy_ns", "counted_ns")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,8 @@ class WorkerDescription(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     SESSION_BYTES_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_NS_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_NS_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     host: str
@@ -233,4 +235,6 @@ class WorkerDescription(_message.Message):
     drafter: DrafterDescription
     session_bytes: int
     batches: BatchCounts
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ..., session_bytes: _Optional[int] = ..., batches: _Optional[_Union[BatchCounts, _Mapping]] = ...) -> None: ...
+    busy_ns: int
+    counted_ns: int
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ..., session_bytes: _Optional[int] = ..., batches: _Optional[_Union[BatchCounts, _Mapping]] = ..., busy_ns: _Optional[int] = ..., counted_ns: _Optional[int] = ...) -> None: ...

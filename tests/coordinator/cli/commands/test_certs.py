@@ -58,7 +58,8 @@ def test_a_pair_for_every_host_and_the_coordinator(tmp_path: Path) -> None:
     made("--out", out, "--host", "GPU-a", "--host", "gpu-b.lan,10.0.0.7", "--host", "fe80::1", "--days", 30)
 
     stems = ["ca", "coordinator", "gpu-a", "gpu-b.lan", "fe80--1"]
-    assert {path.name for path in out.iterdir()} == {f"{stem}{end}.pem" for stem in stems for end in ("", "-key")}
+    pairs = {f"{stem}{end}.pem" for stem in stems for end in ("", "-key")}
+    assert {path.name for path in out.iterdir()} == {*pairs, "crl.pem"}
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o600}
     authority = certificate(out / "ca.pem")
@@ -101,11 +102,12 @@ def test_instructions_name_every_file_and_whole_command_lines(tmp_path: Path) ->
     lines = made("--out", out, "--host", "gpu-a", "--host", "fe80::1")
 
     text = "\n".join(lines)
-    assert "on gpu-a: ca.pem gpu-a.pem gpu-a-key.pem" in text
-    assert "where flashsplit runs: ca.pem coordinator.pem coordinator-key.pem" in text
+    assert "on gpu-a: ca.pem crl.pem gpu-a.pem gpu-a-key.pem" in text
+    assert "where flashsplit runs: ca.pem crl.pem coordinator.pem coordinator-key.pem" in text
     assert "nowhere: ca-key.pem" in text
     workers = [shlex.split(line) for line in lines if "flashsplit-worker" in line]
     tls = ["--tls-cert", f"{out}/gpu-a.pem", "--tls-key", f"{out}/gpu-a-key.pem", "--tls-ca", f"{out}/ca.pem"]
+    tls += ["--tls-crl", f"{out}/crl.pem"]
     assert workers[0] == ["flashsplit-worker", "--listen", "0.0.0.0:7001", *tls]
     assert workers[1][:3] == ["flashsplit-worker", "--listen", "[::]:7001"]
     [generate] = [shlex.split(line) for line in lines if "flashsplit generate" in line]
@@ -177,6 +179,7 @@ def test_an_authority_that_is_none_is_refused(spoilt: str, tmp_path: Path) -> No
         (["--host", "a", "--host", "A"], "a.pem is already another certificate's file"),
         (["--host", "coordinator"], "coordinator.pem is already another certificate's file"),
         (["--host", "ca"], "ca.pem is already"),
+        (["--host", "crl"], "crl.pem is already"),
         (["--host", "a", "--host", "a-key"], "a-key.pem is already"),
         (["--days", "0"], "--days"),
     ],
@@ -196,3 +199,55 @@ def test_a_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert list(out.iterdir()) == []
     (tmp_path / "file").write_text("")
     assert "--out" in refused("--out", tmp_path / "file" / "certs")
+
+
+def listed(out: Path) -> dict[int, datetime.datetime]:
+    """When each certificate was taken back, by its number, as the authority has signed it."""
+    found = x509.load_pem_x509_crl((out / "crl.pem").read_bytes())
+    assert found.is_signature_valid(certificate(out / "ca.pem").public_key())
+    assert found.next_update_utc == certificate(out / "ca.pem").not_valid_after_utc
+    return {entry.serial_number: entry.revocation_date_utc for entry in found}
+
+
+def test_certificates_are_taken_back(tmp_path: Path) -> None:
+    """By a host's name or by a file, one by one; the list grows, and a host gets a new pair of the same authority."""
+    out = tmp_path / "certs"
+    made("--out", out, "--host", "a", "--host", "b.lan,10.0.0.7")
+    assert listed(out) == {}
+    numbers = {stem: certificate(out / f"{stem}.pem").serial_number for stem in ("a", "b.lan", "coordinator")}
+    elsewhere = tmp_path / "copy.pem"
+    elsewhere.write_bytes((out / "b.lan.pem").read_bytes())
+
+    [said] = made("revoke", "--out", out, "a")
+    assert f"{out}/crl.pem has a now" in said
+    first = listed(out)
+    assert first.keys() == {numbers["a"]}
+    assert not (out / "a.pem").exists()
+    assert not (out / "a-key.pem").exists()
+    made("revoke", "--out", out, elsewhere, "coordinator")
+    assert listed(out).keys() == set(numbers.values())
+    assert first.items() <= listed(out).items()
+    assert elsewhere.exists()
+
+    made("--out", out, "--host", "a")
+    assert certificate(out / "a.pem").serial_number not in listed(out)
+    assert (out / "coordinator.pem").exists()
+
+
+def test_what_cannot_be_taken_back(tmp_path: Path) -> None:
+    """Unknown hosts, other authorities' certificates, the authority's own, and lists that are none: nothing changes."""
+    out, other = tmp_path / "certs", tmp_path / "other"
+    made("--out", out, "--host", "a")
+    made("--out", other, "--host", "a")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    assert "'b' is neither a host with a certificate in" in refused("revoke", "--out", out, "a", "b")
+    assert "'ca' is neither a host" in refused("revoke", "--out", out, "ca")
+    assert "comes from another authority" in refused("revoke", "--out", out, "a", other / "a.pem")
+    assert "NAME|FILE" in refused("revoke", "--out", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "crl.pem").write_bytes((other / "crl.pem").read_bytes())
+    assert "another authority's" in refused("revoke", "--out", out, "a")
+    (out / "crl.pem").write_text("nothing")
+    assert "does not hold a list" in refused("revoke", "--out", out, "a")
+    assert (out / "a-key.pem").exists()

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
+from services.model.choosers.dflash2 import SelectorConfig
+from services.model.choosers.domino import CorrectionConfig
+from services.model.choosers.dspark import MarkovConfig, MarkovHeadType
 from services.model.config import LayerKind
-from services.model.drafts.dflash import DFlashConfig, default_capture_layers, read_config
+from services.model.drafts.dflash import (
+    BlockConvolutionShape,
+    DFlashConfig,
+    default_capture_layers,
+    read_config,
+)
 
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
 DECODER: dict[str, Any] = {
@@ -38,6 +46,18 @@ SPECULATORS: dict[str, Any] = {
     "mask_token_id": 254,
     "draft_vocab_size": 256,
     "sample_from_anchor": False,
+}
+DFLASH2: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 8,
+    "selector_top_k": 6,
+}
+DSPARK: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "markov_head_type": "gated"}
+DOMINO: dict[str, Any] = {
+    "architectures": ["DominoDraftModel"],
+    "dflash_config": {"projector_type": "domino", "gru_hidden_dim": 12, "emb_dim": 10, "pure_draft_prefix_len": 1},
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 32}
 
@@ -151,6 +171,46 @@ def test_a_speculators_draft_is_causal_where_it_slides(changes: dict[str, Any], 
     assert own.window == 32
 
 
+def test_dflash2_is_read_in_both_layouts() -> None:
+    """Its own keys stand in dflash_config or at the top; in the speculators layout sliding layers are not causal unless
+    it says so."""
+    own = {key: value for key, value in DFLASH2.items() if key != "architectures"}
+    plain = read(PLAIN, architectures=DFLASH2["architectures"], dflash_config=own, **MIXED)
+    nested = {"speculators_model_type": "dflash2", "transformer_layer_config": MIXED, **DFLASH2}
+
+    assert plain.chooser == SelectorConfig(rank=8, candidates=6)
+    assert plain.convolution == BlockConvolutionShape(taps=2, group=16)
+    assert plain.causal == (True, False, True)
+    assert read(PLAIN, is_causal=False, **MIXED, **DFLASH2) == read(SPECULATORS, num_target_layers=12, **nested)
+    assert read(SPECULATORS, **nested, sliding_window_non_causal=False).causal == (True, False, True)
+
+
+def test_dspark_is_read_in_both_layouts() -> None:
+    """Its own keys stand at the top; it proposes from the known token's row on, unless it says otherwise."""
+    nested = PLAIN["dflash_config"]
+    native = read(PLAIN, dflash_config=None, **nested, **DSPARK)
+    own = {"speculators_model_type": "dspark", **DSPARK}
+
+    assert native.chooser == MarkovConfig(8, MarkovHeadType.GATED, confidence=True, confidence_with_token=True)
+    assert (native.from_anchor, native.block_size) == (True, 9)
+    assert native == read(SPECULATORS, num_target_layers=12, sample_from_anchor=True, **own)
+    behind = read(SPECULATORS, **own)
+    assert (behind.from_anchor, behind.block_size) == (False, 8)
+    assert read(PLAIN, sample_from_anchor=True).block_size == 9
+
+
+def test_domino_says_where_it_begins_by_a_key_of_its_own() -> None:
+    """Shifted labels make the known token's row the first one that proposes; sliding layers are not causal unless it
+    says so."""
+    plain = read(PLAIN, **MIXED, **DOMINO)
+    shifted = read(PLAIN, **merged(DOMINO, {"dflash_config": {"shift_label": True}}))
+
+    assert plain.chooser == CorrectionConfig(state=12, inner=10, uncorrected=1, from_anchor=False)
+    assert (plain.from_anchor, plain.block_size, plain.causal) == (False, 8, (False, False, False))
+    assert (shifted.from_anchor, shifted.block_size) == (True, 9)
+    assert read(PLAIN, is_causal=True, **MIXED, **DOMINO).causal == (True, True, True)
+
+
 def test_use_swa_makes_every_layer_slide() -> None:
     """dflash_config's use_swa and swa_window_size win over layer_types and sliding_window."""
     own = read(PLAIN, **MIXED, dflash_config={"use_swa": True, "swa_window_size": 12, "causal": False})
@@ -168,16 +228,38 @@ def test_a_window_without_sliding_layers_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, Unimplemented, "DFlash2"),
-        ({"architectures": ["DSparkDraftModel"]}, Unimplemented, "DSpark"),
-        ({"architectures": ["DominoDraftModel"]}, Unimplemented, "Domino"),
-        ({"architectures": ["Qwen3DominoModel"]}, Unimplemented, "Qwen3DominoModel"),
+        ({"architectures": ["DFlash2DraftModel"]}, InvalidArgument, "selector_rank is None"),
+        (
+            DFLASH2 | {"draft_vocab_size": 128},
+            InvalidArgument,
+            "is 128; .* all tokens of the target, 256",
+        ),
+        (
+            DFLASH2 | {"selector_top_k": 257},
+            InvalidArgument,
+            "is 257; it must be at most vocab_size, 256",
+        ),
+        (DFLASH2 | {"conv_kernel_size": 9}, InvalidArgument, "conv_kernel_size is 9; it must be at most block_size, 8"),
+        (DFLASH2 | {"conv_group_size": 24}, InvalidArgument, "conv_group_size is 24; it must divide hidden_size, 64"),
+        ({"architectures": ["DSparkDraftModel"]}, InvalidArgument, "markov_rank is None"),
+        (DSPARK | {"markov_head_type": "lstm"}, InvalidArgument, "'lstm'; it must be one of vanilla, gated, rnn"),
+        (DSPARK | {"enable_confidence_head": "yes"}, InvalidArgument, "must be true or false"),
+        ({"architectures": ["DominoDraftModel"]}, InvalidArgument, "gru_hidden_dim is None"),
+        (merged(DOMINO, {"dflash_config": {"emb_dim": 0}}), InvalidArgument, "emb_dim is 0"),
+        (
+            merged(DOMINO, {"dflash_config": {"pure_draft_prefix_len": -1}}),
+            InvalidArgument,
+            "pure_draft_prefix_len is -1",
+        ),
+        ({"attn_output_gate": True}, Unimplemented, "attn_output_gate"),
         ({"architectures": ["LlamaEagle3ForCausalLM"]}, Unimplemented, "LlamaEagle3"),
-        ({"speculators_model_type": "dspark"}, Unimplemented, "DSpark"),
+        ({"speculators_model_type": "dspark"}, InvalidArgument, "markov_rank is None"),
+        ({"speculators_model_type": "xpress"}, Unimplemented, "xpress"),
         ({"speculators_model_type": "eagle3"}, Unimplemented, "eagle3"),
-        ({"dflash_config": {"projector_type": "domino"}}, Unimplemented, "Domino"),
+        ({"dflash_config": {"projector_type": "domino"}}, InvalidArgument, "gru_hidden_dim is None"),
         ({"dflash_config": {"markov_rank": 256}}, Unimplemented, "DSpark"),
-        ({"sample_from_anchor": True}, Unimplemented, "sample_from_anchor"),
+        ({"dspark_target_layer_ids": [1, 6]}, Unimplemented, r"dspark_target_layer_ids \[1, 6\] is not supported"),
+        (DSPARK | {"dspark_target_layer_ids": [1]}, Unimplemented, "dspark_target_layer_ids"),
         ({"draft_vocab_size": 257}, InvalidArgument, "draft_vocab_size is 257; it must be at most vocab_size, 256"),
         ({"draft_vocab_size": 0}, InvalidArgument, "draft_vocab_size is 0"),
         ({"input_embedding_scale": 2.0}, Unimplemented, "input_embedding_scale"),

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
+from shard_worker.drafting.choosers.dspark import LEAST_CHANCE
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
 from shard_worker.weights.opening import open_checkpoint
+from shard_worker.weights.weight import DenseWeight
 from tests.reference import storage
 from tests.reference.dense_draft import DenseDraft, DraftOutput
+from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.tiny import AS_GPU, YARN, Tiny, load_draft
 
 HIDDEN, BLOCK, KNOWN = 64, 8, 17
@@ -41,7 +45,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     "three-captures": {"target_layer_ids": (2, 0, 3), "layers": 3, "kv_heads": 4},
     "short-rope": {"max_positions": 16},
     "reduced": {"form": "speculators", "token_ids": range(1, 256, 3)},
+    "dflash2": {
+        "own": DFLASH2 | {"conv_kernel_size": 3, "conv_group_size": 32},
+        "layer_types": (SLIDING, SLIDING),
+        "sliding_window": 10,
+        "is_causal": False,
+    },
+    "dspark": {"own": DSPARK, "block_size": 7},
 }
+REDUCED: dict[str, Any] = {"form": "speculators", "token_ids": range(1, 256, 3)}
+CHOOSERS: dict[str, dict[str, Any]] = {
+    "dflash2": SHAPES["dflash2"],
+    "dflash2-biases": {"own": DFLASH2, "form": "speculators", "attention_bias": True},
+    "dspark": SHAPES["dspark"],
+    "dspark-gated": {"own": DSPARK | {"markov_head_type": "gated"}, "block_size": 7, **REDUCED},
+    "dspark-rnn": {"own": DSPARK | {"markov_head_type": "rnn"}, "block_size": 7},
+    "domino": {"own": DOMINO, "block_size": 7},
+    "domino-whole": {"own": DOMINO | {"pure_draft_prefix_len": 0, "shift_label": False}},
+    "domino-reduced": {"own": DOMINO | {"pure_draft_prefix_len": 2, "shift_label": False}, **REDUCED},
+}
+"""Drafts that choose each token by those before it in the block."""
+CONFIDENT = DSPARK | {"enable_confidence_head": True}
 CLOSE = {"rtol": 0.0, "atol": 3e-5}
 MakePair = Callable[[str], tuple[DFlashDraft, DenseDraft]]
 
@@ -53,7 +77,7 @@ def make_pair(tiny: Tiny) -> MakePair:
 
     def make(name: str) -> tuple[DFlashDraft, DenseDraft]:
         if name not in pairs:
-            path = tiny.draft("qwen3", name, **SHAPES[name])
+            path = tiny.draft("qwen3", name, **(SHAPES | CHOOSERS)[name])
             pairs[name] = load_draft(path), DenseDraft(path)
         return pairs[name]
 
@@ -154,12 +178,91 @@ def test_a_reduced_vocabulary_has_a_head_of_its_own(make_pair: MakePair) -> None
     for piece in joined.split(1):
         feed(draft, state, piece)
 
-        own = draft.own_head.most_probable(propose(draft, state))
+        [own] = draft.own_head.choose(propose(draft, state), [KNOWN], [BLOCK - 1])
 
         expected = dense.forward(joined[: state.length], EMBEDDING, dense.tensors["lm_head.weight"], KNOWN)
-        assert own.tolist() == known_tokens[expected.logits.argmax(-1)].tolist()
-        proposed.update(own.tolist())
+        assert list(own) == known_tokens[expected.logits.argmax(-1)].tolist()
+        proposed.update(own)
     assert len(proposed) > 10
+
+
+def head_of(draft: DFlashDraft) -> DraftHead:
+    """The draft's own head, or the target's with its chooser."""
+    assert draft.chooser is not None
+    return draft.own_head or DraftHead(DenseWeight(HEAD), chooser=draft.chooser)
+
+
+def embedding(token_ids: tuple[int, ...]) -> torch.Tensor:
+    return EMBEDDING[list(token_ids)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_tokens_are_chosen_by_those_before_them(make_pair: MakePair, name: str) -> None:
+    """Along a context, draft tokens are those of the dense walk, of which many are not the most probable ones, and so
+    are those of shorter blocks."""
+    draft, dense = make_pair(name)
+    state, joined, overruled = draft.allocate(40), context(draft, 16), 0
+    matrix = dense.tensors.get("lm_head.weight", HEAD)
+    for count, piece in enumerate(joined.split(1)):
+        feed(draft, state, piece)
+        tokens = BLOCK - 1 - count % 3
+        expected = dense.forward(joined[: state.length], EMBEDDING, matrix, KNOWN, rows=tokens + 1)
+
+        [own] = head_of(draft).choose(propose(draft, state, tokens), [KNOWN], [tokens], embedding)
+
+        assert list(own) == dense.choose(expected, KNOWN, EMBEDDING)
+        plain = expected.logits.argmax(-1)
+        named = plain + dense.tensors["d2t"][plain].long() if "d2t" in dense.tensors else plain
+        overruled += sum(int(a != b) for a, b in zip(own, named.tolist(), strict=True))
+    assert 16 < overruled < 16 * (BLOCK - 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("with_token", [True, False])
+def test_a_block_ends_where_it_is_unlikely_to_be_accepted(tiny: Tiny, with_token: bool) -> None:
+    """DSpark's blocks have the tokens that they have without the confidence head, as many as it says, one at least."""
+    own = CONFIDENT | {"confidence_head_with_markov": with_token}
+    path = tiny.draft("qwen3", f"confident-{with_token}", own=own, block_size=7)
+    draft, dense, lengths = load_draft(path), DenseDraft(path), set()
+    state, joined = draft.allocate(40), context(draft, 16)
+    for piece in joined.split(1):
+        feed(draft, state, piece)
+        expected = dense.forward(joined[: state.length], EMBEDDING, HEAD, KNOWN)
+        every = dense.choose(expected, KNOWN, EMBEDDING)
+        likely = [chance >= LEAST_CHANCE for chance in dense.chances(expected, KNOWN, every)]
+
+        [found] = head_of(draft).choose(propose(draft, state), [KNOWN], [BLOCK - 1])
+
+        assert list(found) == every[: max(1, sum(likely))]
+        lengths.add(len(found))
+    assert len(lengths) > 1
+
+
+def test_dflash2_without_its_own_parts_is_dflash(tiny: Tiny, tmp_path: Path) -> None:
+    """With convolutions that leave rows as they are, and a selector whose tables are zero, both give the same hidden
+    rows and tokens to the last bit."""
+
+    def without(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if "_conv." in name or "_codebook" in name:
+                tensor.zero_()
+            if name.endswith("base_kernel"):
+                tensor[:, 0] = 1.0
+
+    reduced, plain = (
+        loaded_after(tiny, tmp_path, without, "dflash2"),
+        load_draft(tiny.draft("qwen3", "as-dflash2", **(SHAPES["dflash2"] | {"own": None}))),
+    )
+    joined, hidden, tokens = context(plain, 30), [], []
+    for draft in (reduced, plain):
+        state = draft.allocate(40)
+        feed(draft, state, joined)
+        hidden.append(propose(draft, state))
+        tokens.append(head_of(draft).choose(hidden[-1], [KNOWN], [BLOCK - 1]))
+
+    assert torch.equal(*hidden)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(
@@ -350,10 +453,11 @@ def test_a_config_for_more_captures_than_fc_has_is_refused(tiny: Tiny, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"architectures": ["DominoDraftModel"], "dflash_config": None}, Unimplemented, "known kinds: dflash"),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": None}, InvalidArgument, "gru_hidden_dim is None"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None}, Unimplemented, "known kinds: dflash"),
         ({"architectures": ["LlamaForCausalLM"], "dflash_config": None}, Unimplemented, "LlamaForCausalLM"),
         ({"architectures": None, "dflash_config": None}, Unimplemented, "none"),
-        ({"architectures": ["DFlash2DraftModel"]}, Unimplemented, "DFlash2"),
+        ({"architectures": ["DFlash2DraftModel"]}, InvalidArgument, "selector_rank is None"),
     ],
 )
 def test_a_draft_of_another_kind_is_refused_by_name(

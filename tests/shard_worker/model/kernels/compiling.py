@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -133,6 +134,22 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+LAGUNA: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_30B_A3B.items() if key not in ("use_sliding_window", "norm_topk_prob")},
+    "model_type": "laguna",
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "sliding_window": 512,
+    "num_attention_heads": 48,
+    "num_attention_heads_per_layer": [48, 64],
+    "num_key_value_heads": 8,
+    "gating": True,
+    "num_experts": 16,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "moe_routed_scaling_factor": 2.5,
+    "moe_router_logit_softcapping": 30.0,
+}
 
 
 def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -194,11 +211,21 @@ _LLAMA = {
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
 _27B = (QWEN3_5_27B, _draft(QWEN3_5_27B, ["sliding_attention", "full_attention"]))
+_27B_DFLASH2 = _draft(
+    QWEN3_5_27B,
+    ["sliding_attention", "full_attention"],
+    architectures=["DFlash2DraftModel"],
+    block_size=8,
+    conv_kernel_size=2,
+    conv_group_size=16,
+    selector_rank=256,
+    selector_top_k=16,
+)
 _8B = (QWEN3_8B, _draft(QWEN3_8B, ["full_attention"], is_causal=True, attention_bias=True))
 _30B_A3B = (QWEN3_30B_A3B, _draft(QWEN3_30B_A3B, ["full_attention"]))
 _DEMO = (_demo("target"), _demo("draft"))
 CASES = {
-    "27b": Case(*_27B, "bfloat16"),
+    "27b": Case(QWEN3_5_27B, _27B_DFLASH2, "bfloat16"),
     "27b-float8": Case(*_27B, "bfloat16", "float8_e4m3fn"),
     "27b-float16": Case(*_27B, "float16", rows=(16,)),
     "27b-float32": Case(*_27B, "float32"),
@@ -219,6 +246,7 @@ CASES = {
     "8b-q8_0": Case(*_8B, "bfloat16", rows=(1, 16), packings=(("", "q8_0"),)),
     "8b-fp8": Case(*_8B, "float16", rows=(1, 16), packings=((r"layers\.\d+\.", "fp8"),)),
     "30b-a3b": Case(*_30B_A3B, "bfloat16", batches=(16, 512)),
+    "laguna": Case(LAGUNA, _draft(LAGUNA, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16,)),
     "llama": Case(_LLAMA, _draft(_LLAMA, ["full_attention"]), "bfloat16", rows=(16,), batches=(16,)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
@@ -320,6 +348,7 @@ class Recorder:
         PackedWeight.prepared = _tiled_for(self._driver)  # type: ignore[method-assign]
         torch.cat, torch.nn.functional.linear = _shaped_cat, _shaped_linear
         torch.argmax = torch.Tensor.argmax = _shaped_argmax  # type: ignore[method-assign,assignment]
+        torch.Tensor.topk = _shaped_topk  # type: ignore[method-assign,assignment]
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         constants, [attributes] = compile["constants"], compile["configs"]
@@ -375,17 +404,33 @@ class Recorder:
                     linear(torch.zeros(count, 2048, dtype=torch.bfloat16), weight, paired=True)
         return [launch for launch in self._launches if launch.name == "matmul._product"]
 
-    def record_experts(self, architectures: Sequence[str], rows: Sequence[int]) -> list[Launch]:
+    def record_experts(
+        self, architectures: Sequence[str], rows: Sequence[int], packed: Sequence[str] = ()
+    ) -> list[Launch]:
         """Return the launches of a mixture of experts of the shape of 35B-A3B, which has a shared expert too; on the
-        first GPU also of one with biases and clamped gates."""
+        first GPU also of one with biases and clamped gates. packed: of routed experts, instead of these two."""
         from shard_worker.model.kernels import experts
         from shard_worker.model.kernels.matmul import begin
 
         self._case, self._launches = EXPERTS, []
-        norm, plain = torch.ones(2048), unwritten_experts(256, 8, 512)
-        biased = unwritten_experts(32, 4, 512, ClampedSwiGlu(7.0, 1.702))
-        for architecture, weights in [*((one, plain) for one in architectures), (architectures[0], biased)]:
+        norm, clamped = torch.ones(2048), ClampedSwiGlu(7.0, 1.702)
+        made = [(one, functools.partial(unwritten_experts, 256, 8, 512)) for one in architectures]
+        made.append((architectures[0], functools.partial(unwritten_experts, 32, 4, 512, clamped)))
+        if packed:
+            made = [
+                (
+                    one,
+                    functools.partial(
+                        unwritten_experts, 256, 8, 512, clamped if kind == "mxfp4" else None, (kind, kind)
+                    ),
+                )
+                for kind in packed
+                for one in architectures
+            ]
+        for architecture, make in made:
             self._driver.target = architecture
+            # Tiles are made as the GPU reads them.
+            weights = make()
             for count in rows:
                 x = torch.zeros(count, 2048, dtype=torch.bfloat16)
                 experts.run(weights, begin(x, norm, 1e-6), x, norm, 1e-6, None)
@@ -398,8 +443,9 @@ class Recorder:
         head, embedding = stage.head, stage.embedding.tensor
         self._preparing = True
         stage.prepare()
-        drafting = draft.make_runner(DraftHead(head.weight), graphs=False)
-        drafting_together = draft.make_runner(DraftHead(head.weight), graphs=False, sessions=MAX_SESSIONS)
+        chosen = DraftHead(head.weight, chooser=draft.chooser)
+        drafting = draft.make_runner(chosen, graphs=False)
+        drafting_together = draft.make_runner(chosen, graphs=False, sessions=MAX_SESSIONS)
         for runner in (drafting, drafting_together):
             runner.prepare(embedding[0], embedding)
         self._preparing = False
@@ -421,7 +467,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
             stage.step(state, range(rows), features, uncommitted=uncommitted)
         if uncommitted:
             stage.commit(state, state.length + 1)
-    ahead = Ahead(runner, drafting, draft.allocate(256), embedding, frozenset({7}))
+    ahead = Ahead(runner, BlocksAhead(drafting, embedding), draft.allocate(256), frozenset({7}))
     for rows in case.rows:
         if rows <= drafting.session_rows:
             argmax = torch.zeros(rows, dtype=torch.int64)
@@ -482,19 +528,27 @@ def unwritten_packed(kind: str, rows: int, columns: int, dtype: torch.dtype) -> 
     return PackedWeight(row.packing, codes, scales, numbers(row.offsets), dtype=dtype)
 
 
-def unwritten_experts(count: int, chosen: int, size: int, clamped: ClampedSwiGlu | None = None) -> ExpertsWeights:
+def unwritten_experts(
+    count: int, chosen: int, size: int, clamped: ClampedSwiGlu | None = None, packed: tuple[str, str] | None = None
+) -> ExpertsWeights:
     """The weights of a mixture for rows of 2048 columns, in memory that nobody has written.
 
-    clamped: how experts gate, which have biases then, as the router does.
+    clamped: how experts gate, which have biases then, as the router does. packed: what gates and ups, and downs of
+    routed experts are packed in, of `random_packed.KINDS`.
     """
 
-    def swiglu(experts: int) -> MlpWeights:
+    def swiglu(experts: int, packed: tuple[str, str] | None = None) -> MlpWeights:
         gate_up, down = (experts * 2 * size, 2048), (experts * 2048, size)
-        return MlpWeights(*(DenseWeight(torch.empty(extents, dtype=torch.bfloat16)) for extents in (gate_up, down)))
+        if packed is None:
+            return MlpWeights(*(DenseWeight(torch.empty(extents, dtype=torch.bfloat16)) for extents in (gate_up, down)))
+        forms = zip(packed, (gate_up, down), strict=True)
+        return MlpWeights(*(unwritten_packed(kind, *extents, torch.bfloat16).prepared() for kind, extents in forms))
 
-    scores, together = torch.empty(count + 1, 2048), swiglu(count)
-    matrices = together.gate_up, together.down
-    biases = [None if clamped is None else torch.empty(matrix.rows, dtype=torch.bfloat16) for matrix in matrices]
+    scores, together = torch.empty(count + 1, 2048), swiglu(count, packed)
+    biases = [
+        None if clamped is None else torch.empty(rows, dtype=torch.bfloat16)
+        for rows in (count * 2 * size, count * 2048)
+    ]
     return ExpertsWeights(
         router=DenseWeight(scores[:count]),
         experts=(),
@@ -524,7 +578,7 @@ def _unwritten(directory: Path, config: dict[str, Any], packings: Sequence[tuple
     return UnwrittenCheckpoint(directory)
 
 
-_cat, _linear, _argmax = torch.cat, torch.nn.functional.linear, torch.argmax
+_cat, _linear, _argmax, _topk = torch.cat, torch.nn.functional.linear, torch.argmax, torch.Tensor.topk
 
 
 def _shaped_cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -546,6 +600,11 @@ def _shaped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 def _shaped_argmax(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
     """As torch.argmax over the last dimension, but of large tensors it is the first place."""
     return _argmax(tensor if tensor.numel() < 1 << 20 else tensor[..., :1], *arguments, **named)
+
+
+def _shaped_topk(tensor: torch.Tensor, k: int, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As Tensor.topk over the last dimension, but of large tensors it is of the first places."""
+    return _topk(tensor if tensor.numel() < 1 << 20 else tensor[..., :k].contiguous(), k, *arguments, **named)
 
 
 def compile_launch(launch: Launch) -> Compiled:
@@ -605,14 +664,19 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=[])
     parser.add_argument("--packed", nargs="*", choices=KINDS, default=[], help="products with matrices packed so")
     parser.add_argument("--experts", action="store_true", help="mixtures of experts")
+    parser.add_argument(
+        "--packed-experts", nargs="*", choices=KINDS, default=[], help="mixtures packed so, for the last target"
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1], help="of these products and mixtures")
     arguments = parser.parse_args()
     recorder = Recorder()
     for launch in distinct(recorder.record_products(arguments.packed, arguments.targets, arguments.rows)):
         print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
-    if arguments.experts:
-        for launch in distinct(recorder.record_experts(arguments.targets, arguments.rows)):
-            print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
+    mixtures = recorder.record_experts(arguments.targets, arguments.rows) if arguments.experts else []
+    if arguments.packed_experts:
+        mixtures += recorder.record_experts(arguments.targets[-1:], arguments.rows, arguments.packed_experts)
+    for launch in distinct(mixtures):
+        print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
     for case in arguments.cases:
         targets = [name for name in arguments.targets if TARGETS[name].lack is None]
         if CASES[case].kv_dtype is not None:
@@ -631,15 +695,17 @@ def compiled_kernels(
     rows: Sequence[int] = (1,),
     *,
     experts: bool = False,
+    packed_experts: Sequence[str] = (),
 ) -> list[Compiled]:
     """Compile kernels in a process of its own, as `main` does. Raises CalledProcessError when that ends early.
 
     packed, rows: kinds of packed matrices that products are compiled with, for so many rows. experts: whether mixtures
-    of experts are, for as many.
+    of experts are, for as many; packed_experts: those that are packed in these kinds, for
+    the last target alone.
     """
     command = [sys.executable, "-W", "ignore", "-m", __name__, "--targets", *targets, "--cases", *cases]
     command += ["--packed", *packed, "--rows", *map(str, rows)]
-    command += ["--experts"] if experts else []
+    command += [*(["--experts"] if experts else []), "--packed-experts", *packed_experts]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[4]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "proto")))

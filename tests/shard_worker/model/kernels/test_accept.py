@@ -23,8 +23,8 @@ HIDDEN, VOCAB, SESSIONS = 40, 90, 6
 @pytest.mark.parametrize("together", [False, True])
 def test_rows_count_that_the_host_would_count(together: bool) -> None:
     """Steps of any rows and stop tokens: how many count, the tokens, where blocks begin, and what follows them. What is
-    not decided here counts nothing."""
-    from shard_worker.model.kernels.accept import ASKED, STOPS, accept
+    not decided here counts nothing; all rows of a prompt count, and produce one token."""
+    from shard_worker.model.kernels.accept import ACCEPTED, ASKED, STOPS, UNDECIDED, WHOLE, accept
     from shard_worker.model.kernels.step_parameters import BASE, ROWS, StepParameters
 
     where, draw, seen = device().torch_device, random.Random(2), set()
@@ -32,8 +32,10 @@ def test_rows_count_that_the_host_would_count(together: bool) -> None:
     embedding = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1)).to(where)
     step = StepParameters(where, 5, rows=64, sessions=sessions)
     appending, proposing = (StepParameters(where, 3, rows=64, sessions=sessions, copies=2) for _ in range(2))
-    for turn in range(8 if together else 24):
-        counts = [draw.choice((1, 2, 5, 8)) for _ in range(draw.randint(2, SESSIONS - 1) if together else 1)]
+    for _ in range(12 if together else 24):
+        number_of_sessions = draw.randint(2, SESSIONS - 1) if together else 1
+        kinds = [draw.choice((ACCEPTED, UNDECIDED, WHOLE)) if together else ACCEPTED for _ in range(number_of_sessions)]
+        counts = [draw.choice((1, 2, 5, 8, *([13] if kind is WHOLE else []))) for kind in kinds]
         bases = [draw.randint(0, 500) for _ in counts]
         tokens = [[draw.randrange(VOCAB) for _ in range(count)] for count in counts]
         chosen = [[*one[1:], draw.randrange(VOCAB)] for one in tokens]
@@ -42,31 +44,37 @@ def test_rows_count_that_the_host_would_count(together: bool) -> None:
             if draw.random() < 0.6:
                 one[draw.randrange(len(one))] = draw.randrange(VOCAB)
         stops = [frozenset(draw.sample(range(VOCAB), draw.choice((0, 1, STOPS)))) for _ in counts]
-        decided = [not together or (turn + number) % 4 > 0 for number in range(len(counts))]
         place([step, appending, proposing], bases, counts, tokens, together)
 
         asked = torch.zeros((sessions or 1, ASKED), dtype=torch.int64)
-        for number, (stop, here) in enumerate(zip(stops, decided, strict=True)):
-            asked[number] = torch.tensor([here, *stop, *[-1] * (STOPS - len(stop))])
+        for number, (stop, kind) in enumerate(zip(stops, kinds, strict=True)):
+            asked[number] = torch.tensor([kind.value, *stop, *[-1] * (STOPS - len(stop))])
         outcome = torch.full((len(asked) + 64,), -5, device=where)
         known = torch.zeros((len(asked), HIDDEN), device=where)
+        known_tokens = torch.full((len(asked),), -5, device=where)
         flat = torch.tensor([token for one in chosen for token in one], device=where)
-        accept(step, flat, asked.to(where), outcome, appending, proposing, embedding, known, 8)
+        accept(step, flat, asked.to(where), outcome, appending, proposing, embedding, known, known_tokens, 8)
 
         first, numbers = len(asked), outcome.tolist()
         belonging = appending.places(64).sessions
         for number, count in enumerate(counts):
-            expected = accept_on_host(tokens[number][1:], chosen[number], stops[number]) if decided[number] else []
+            expected, kept = list[int](), 0
+            if kinds[number] is WHOLE:
+                expected, kept = chosen[number][-1:], count
+            elif kinds[number] is ACCEPTED:
+                expected = accept_on_host(tokens[number][1:], chosen[number], stops[number])
+                kept = len(expected)
             assert numbers[number] == len(expected)
             assert numbers[first : first + len(expected)] == expected
             if expected:
-                seen.add(len(expected))
+                seen.add(kept)
                 assert torch.equal(known[number], embedding[expected[-1]])
+                assert known_tokens[number] == expected[-1]
                 lines = (appending.lines[:, number, ROWS.value], proposing.lines[:, number, BASE.value])
-                assert [line.tolist() for line in lines] == [[len(expected)] * 2, [bases[number] + len(expected)] * 2]
-            if belonging is not None and decided[number]:
+                assert [line.tolist() for line in lines] == [[kept] * 2, [bases[number] + kept] * 2]
+            if belonging is not None and expected:
                 own = belonging[first - len(asked) :][:count].tolist()
-                assert own == [number] * len(expected) + [-1] * (count - len(expected))
+                assert own == [number] * kept + [-1] * (count - kept)
             first += count
         assert not any(numbers[len(counts) : len(asked)])
     assert len(seen) > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
@@ -66,3 +67,22 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: tor
             for row in range(ROWS)
         ]
         assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("own", ["heads", "elements"])
+@torch.inference_mode()
+def test_gates_of_heads(own: str) -> None:
+    """One of each head or of each of its numbers: the result is multiplied by their softplus."""
+    from shard_worker.model.kernels.attention import attend
+    from shard_worker.model.kernels.heads import HeadShape
+
+    on, dim, rows, generator = device().torch_device, 16, 2, torch.Generator().manual_seed(4)
+    cache = AttentionCache(1, KV_HEADS, PAGE_ROWS, dim, torch.empty(0, device=on), PAGE_ROWS)
+    cache.reserve(rows)
+    cache.store(0, 0, *(torch.randn(rows, KV_HEADS, dim, generator=generator).to(on) for _ in range(2)))
+    shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
+    queries = torch.randn(rows, shape.stride, generator=generator).to(on)
+    gates = (torch.randn(rows, shape.heads * (1 if own == "heads" else dim), generator=generator) * 9).to(on)
+    plain, gated = (attend(shape, queries, places_of(cache, 0, rows), 0, PAGE_ROWS, None, one) for one in (None, gates))
+    expected = plain.view(rows, shape.heads, dim).double() * F.softplus(gates.double()).view(rows, shape.heads, -1)
+    torch.testing.assert_close(gated, expected.flatten(1).float(), rtol=1e-5, atol=1e-6)

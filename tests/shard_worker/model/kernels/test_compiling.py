@@ -17,8 +17,8 @@ USUAL = ["gfx942", "gfx1100", "sm_86"]
 
 @pytest.fixture(scope="module")
 def usual() -> list[Compiled]:
-    """What a 27B and the demo pair launch on the usual targets, a mixture of experts, and a packed product."""
-    return compiled_kernels(USUAL, ["27b", "demo"], ["q4_k"], [16], experts=True)
+    """What a 27B and the demo pair launch on the usual targets, mixtures of experts, and a packed product."""
+    return compiled_kernels(USUAL, ["27b", "demo"], ["q4_k"], [16], experts=True, packed_experts=["q4_k"])
 
 
 def check(kernels: list[Compiled]) -> None:
@@ -89,6 +89,17 @@ def test_mixtures_of_experts_compile_for_all_targets() -> None:
     kernels = compiled_kernels(able, [], [], [1, 16, 64, 512], experts=True)
     assert kernels
     check(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_mixtures_of_experts_compile_for_all_targets(kind: str) -> None:
+    """Every form, for as many rows; MXFP4 with biases and clamped gates."""
+    for name in (name for name, target in TARGETS.items() if target.lack is None):
+        kernels = compiled_kernels([name], [], [], [1, 16, 512], packed_experts=[kind])
+        assert kernels
+        check(kernels)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_worker.device.devices import KernelTarget
-from shard_worker.model.kernels import attention, codes, delta_prefill, matmul
+from shard_worker.model.kernels import attention, codes, delta_prefill, experts, matmul
 from shard_worker.weights.random_packed import random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from tests.shard_worker.model.kernels.compiling import TARGETS
@@ -103,6 +103,34 @@ def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
         stage = config.height * config.depth * size
         assert (config.stages - 1) * stage <= target.shared_bytes // 4 or config.stages == 2
         assert stage < target.shared_bytes
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize(
+    ("hidden", "inner", "count", "chosen", "kind"),
+    [(2048, 768, 128, 8, "q4_k"), (2880, 2880, 32, 4, "mxfp4"), (4096, 1536, 128, 8, "fp8")],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_experts_are_cut_alike_for_any_number_of_rows(
+    target: KernelTarget, hidden: int, inner: int, count: int, chosen: int, kind: str, size: int
+) -> None:
+    """In the same parts, with tiles as high as those that rows are sorted into; a row alone gets enough programs."""
+    dtype = torch.bfloat16 if size == 2 else torch.float32
+    for first, width, depth in ((True, inner, hidden), (False, hidden, inner)):
+        packed = random_packed(kind, 1, depth, dtype, torch.device("cpu"))
+        form = codes.form_of(TiledWeight(packed, tiling_of(packed, lanes=target.lane_order)))
+        heights = [(rows, experts.tile_height(rows, chosen, count, size, target)) for rows in (1, 8, 16, 17, 64, 512)]
+        cuts = [
+            experts.choose_packed(form, width, depth, first, chosen, size, rows, height, target)
+            for rows, height in heights
+        ]
+        for cut, (rows, height) in zip(cuts, heights, strict=True):
+            assert cut.split == cuts[0].split
+            assert cut.height == height or (cut.height == 8 and rows <= 8)
+            assert cut.width % matmul.SQUARES_WIDTH == 0
+            assert depth % cut.depth == 0
+        assert not cuts[0].serial
+        assert cuts[0].split == 1 or not matmul.few_registers(target) or not first
 
 
 def test_prefill_on_an_h100() -> None:

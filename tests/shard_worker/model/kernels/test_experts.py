@@ -1,22 +1,28 @@
-"""Mixtures of experts by kernels against a dense restatement, and a row alone against the same row among others."""
+"""Mixtures of experts by kernels, dense and packed, against a dense restatement, and a row alone against the same row
+among others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from services.model.config import Activation, ClampedSwiGlu
+from services.model.config import Activation, ClampedSwiGlu, SigmoidRouting
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
-from shard_worker.weights.weight import DenseWeight
+from shard_worker.weights.random_packed import KINDS, random_packed
+from shard_worker.weights.tiled import TiledWeight, tiling_of
+from shard_worker.weights.weight import DenseWeight, Weight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 WHERE = device().torch_device
+PACKED_NORM = 32
+"""What the norm before packed experts is multiplied by, so that what these make is no smaller than the rows."""
 
 
 def mixture(
@@ -28,10 +34,11 @@ def mixture(
     shared: int | None = None,
     normalised: bool = True,
     clamped: ClampedSwiGlu | None = None,
+    packed: tuple[str, str] | None = None,
     dtype: torch.dtype = DTYPE,
 ) -> ExpertsWeights:
     """A random mixture. shared: the size of a shared expert; None for none. clamped: how experts gate, which have
-    biases then, as the router does."""
+    biases then, as the router does. packed: what gates and ups, and downs are packed in, of KINDS."""
     generator = torch.Generator().manual_seed(experts)
 
     def random(rows: int, columns: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -40,22 +47,31 @@ def mixture(
     def swiglu(inner: int) -> MlpWeights:
         return MlpWeights(DenseWeight(random(2 * inner, hidden)), DenseWeight(random(hidden, inner)))
 
-    scores = random(experts + (0 if shared is None else 1), hidden, torch.float32) * 2
-    gate_up, down = random(experts * 2 * size, hidden), random(experts * hidden, size)
+    # Behind a large norm the router's choice is as close as behind a small one.
+    steep = 2 if packed is None else 2 / PACKED_NORM
+    scores = random(experts + (0 if shared is None else 1), hidden, torch.float32) * steep
+    made: list[tuple[Weight, Weight]] = []
+    for number in range(experts):
+        shapes = ((2 * size, hidden), (hidden, size))
+        if packed is None:
+            one, other = (DenseWeight(random(*shape)) for shape in shapes)
+        else:
+            one, other = (random_tiled(kind, *shape, number, dtype) for kind, shape in zip(packed, shapes, strict=True))
+        made.append((one, other))
+    gate_ups, downs = map(below_each_other, zip(*made, strict=True))
     both = random(experts, 2 * size) * (2 * size) ** 0.5 if clamped else None
     last = random(experts, hidden) * hidden**0.5 if clamped else None
-    made = zip(gate_up.chunk(experts), down.chunk(experts), strict=True)
     return ExpertsWeights(
         router=DenseWeight(scores[:experts]),
         experts=tuple(
             MlpWeights(
-                DenseWeight(one),
-                DenseWeight(other),
+                one,
+                other,
                 None if both is None else both[number],
                 None if last is None else last[number],
                 clamped or Activation.SILU,
             )
-            for number, (one, other) in enumerate(made)
+            for number, (one, other) in enumerate(zip(gate_ups[1], downs[1], strict=True))
         ),
         chosen=chosen,
         normalised=normalised,
@@ -63,14 +79,34 @@ def mixture(
         shared_gate=None if shared is None else DenseWeight(scores[experts:]),
         together=ExpertsTogether(
             scores,
-            DenseWeight(gate_up),
-            DenseWeight(down),
+            gate_ups[0],
+            downs[0],
             None if both is None else both.flatten(),
             None if last is None else last.flatten(),
             clamped,
         ),
         router_bias=random(1, experts, torch.float32).flatten() * experts**0.5 if clamped else None,
     )
+
+
+def random_tiled(kind: str, rows: int, columns: int, number: int, dtype: torch.dtype) -> Weight:
+    """The tiles of a packed matrix, another one for each number."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(number)).to(WHERE)
+    weight = random_packed(kind, rows, columns, dtype, WHERE).select_rows(order)
+    return TiledWeight(weight, tiling_of(weight, lanes=ON_GPU))
+
+
+def below_each_other(parts: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
+    """One matrix of all experts', and each where it is in that."""
+    room = parts[0].room_for(len(parts))
+    assert room is not None
+    moved = [part.moved_into(room, index) for index, part in enumerate(parts)]
+    return room, [part for part in moved if part is not None]
+
+
+def elements(weight: Weight) -> torch.Tensor:
+    """A matrix in double precision."""
+    return (weight.unpacked() if isinstance(weight, TiledWeight) else weight.tensor).double()
 
 
 def rows_of(weights: ExpertsWeights, rows: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -83,13 +119,13 @@ def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor) -> to
 
     def swiglu(own: MlpWeights, row: torch.Tensor) -> torch.Tensor:
         of_both, of_down = (None if bias is None else bias.double() for bias in (own.gate_up_bias, own.down_bias))
-        gate, up = F.linear(row, own.gate_up.tensor.double(), of_both).chunk(2, -1)
+        gate, up = F.linear(row, elements(own.gate_up), of_both).chunk(2, -1)
         gated = F.silu(gate) * up
         if isinstance(own.activation, ClampedSwiGlu):
             limit, alpha = own.activation.limit, own.activation.alpha
             gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
             gated = (up + 1) * gate * torch.sigmoid(alpha * gate)
-        return F.linear(gated, own.down.tensor.double(), of_down)
+        return F.linear(gated, elements(own.down), of_down)
 
     # What kernels multiply by is rounded before the norm's factor is applied.
     scaled = (x.float() * norm).to(x.dtype).double()
@@ -97,26 +133,35 @@ def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor) -> to
     result = x.double().clone()
     for row, one in enumerate(normed):
         bias = None if weights.router_bias is None else weights.router_bias.double()
-        shares = F.linear(one, weights.router.tensor.double(), bias).softmax(-1)
+        scores = F.linear(one, weights.router.tensor.double(), bias)
+        shares = worth = scores.softmax(-1)
+        if weights.sigmoid is not None and weights.choice_bias is not None:
+            cap = weights.sigmoid.cap
+            shares = (scores if cap is None else (scores / cap).tanh() * cap).sigmoid()
+            worth = shares + weights.choice_bias
         # Equal rows of the router may come out of this product with other last bits.
-        chosen = sorted(range(len(shares)), key=lambda expert: (-round(float(shares[expert]), 9), expert))
+        chosen = sorted(range(len(worth)), key=lambda expert: (-round(float(worth[expert]), 9), expert))
         chosen = chosen[: weights.chosen]
         whole = shares[chosen].sum() if weights.normalised else 1.0
+        shares = shares * (1.0 if weights.sigmoid is None else weights.sigmoid.scale)
         for expert in chosen:
             result[row] += shares[expert] / whole * swiglu(weights.experts[expert], one)
-        if weights.shared is not None and weights.shared_gate is not None:
-            taken = F.linear(one, weights.shared_gate.tensor.double()).sigmoid()
+        if weights.shared is not None:
+            gate = weights.shared_gate
+            taken = 1.0 if gate is None else F.linear(one, gate.tensor.double()).sigmoid()
             result[row] += taken * swiglu(weights.shared, one)
     return result
 
 
 def norm_of(weights: ExpertsWeights) -> torch.Tensor:
-    return torch.rand(weights.router.columns, generator=torch.Generator().manual_seed(3)).to(WHERE) + 0.5
+    """The weight of the norm before the mixture: large for packed experts, whose elements are small."""
+    norm = torch.rand(weights.router.columns, generator=torch.Generator().manual_seed(3)).to(WHERE) + 0.5
+    return norm * PACKED_NORM if isinstance(weights.experts[0].gate_up, TiledWeight) else norm
 
 
 @torch.inference_mode()
-def check(weights: ExpertsWeights, x: torch.Tensor) -> None:
-    """Near the dense result; each row alone, and all in another order, to the same bits."""
+def check(weights: ExpertsWeights, x: torch.Tensor) -> torch.Tensor:
+    """Near the dense result; each row alone, and all in another order, to the same bits. Return what was found."""
     from shard_worker.model.kernels import experts
     from shard_worker.model.kernels.matmul import arrivals, begin
 
@@ -140,6 +185,7 @@ def check(weights: ExpertsWeights, x: torch.Tensor) -> None:
         for row in range(len(x)):
             for one, alone in zip(together, mixed(x[row : row + 1]), strict=True):
                 assert torch.equal(one[row : row + 1], alone)
+    return together[0]
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
@@ -157,12 +203,60 @@ def test_a_shared_expert_and_shares_as_they_are(rows: int) -> None:
     check(weights, rows_of(weights, rows))
 
 
+@pytest.mark.parametrize(("rows", "cap"), [(6, 1.5), (17, None)])
+def test_routers_of_sigmoids(rows: int, cap: float | None) -> None:
+    """As GLM-4.5 and Laguna have them: biases decide which experts are chosen, some of which are far below 0; shares
+    are scaled, and the shared expert has no gate."""
+    weights = mixture(shared=48)
+    assert weights.together is not None
+    experts = weights.router.rows
+    weights = replace(
+        weights,
+        sigmoid=SigmoidRouting("bias", 2.5, cap),
+        choice_bias=torch.linspace(-3, 0.5, experts, device=WHERE)[torch.arange(experts, device=WHERE) * 5 % experts],
+        shared_gate=None,
+        together=replace(weights.together, scores=weights.together.scores[:experts].contiguous()),
+    )
+    check(weights, rows_of(weights, rows))
+
+
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
 @pytest.mark.parametrize("rows", [2, 17])
 def test_biases_and_clamped_gates(rows: int, dtype: torch.dtype) -> None:
     """Of the router and of both products; some gates and ups are cut off, and their slope is another one."""
     weights = mixture(clamped=ClampedSwiGlu(0.7, 1.702), dtype=dtype)
     check(weights, rows_of(weights, rows, dtype))
+
+
+@pytest.mark.parametrize(
+    ("packed", "rows"),
+    [
+        (("q4_k", "q6_k"), 1),
+        (("q6_k", "q4_k"), 17),
+        *(((kind, kind), 3) for kind in (KINDS if ON_GPU else ("int4", "q8_0", "fp8", "q2_k"))),
+    ],
+)
+def test_packed_experts(packed: tuple[str, str], rows: int) -> None:
+    """Both products have forms of their own; a tile's rows and more."""
+    weights = mixture(4, 2, 128, 64, packed=packed)
+    check(weights, rows_of(weights, rows))
+
+
+@torch.inference_mode()
+def test_parts_of_the_depth_are_summed_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a program for each and by one for all; with biases and clamped gates, as gpt-oss has them."""
+    from shard_worker.model.kernels import experts, matmul
+
+    packed, choose = ("mxfp4", "mxfp4"), experts.choose_packed
+    monkeypatch.setattr(matmul, "UNIT", 64)
+    weights = mixture(2, 2, 192, 192, clamped=ClampedSwiGlu(0.7, 1.702), packed=packed, dtype=torch.float32)
+    found = []
+    for serial in (True, False):
+        monkeypatch.setattr(
+            experts, "choose_packed", lambda *of, serial=serial: choose(*of)._replace(split=2, serial=serial)
+        )
+        found.append(check(weights, rows_of(weights, 2, torch.float32)))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("rows", [5, 18])
@@ -186,6 +280,23 @@ def test_of_equal_scores_the_first_expert_is_chosen() -> None:
     scores[1:] = scores[1]
     scores[0] = -scores[1]
     check(weights, rows_of(weights, 4))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")
+@pytest.mark.parametrize("packed", [("q4_k", "q6_k"), ("q4_k", "q4_k"), ("int4", "int4"), ("fp8", "fp8")])
+def test_packed_experts_of_published_models(packed: tuple[str, str]) -> None:
+    """Of 30B-A3B, for a row, a block, and many rows."""
+    weights = mixture(128, 8, 2048, 768, packed=packed)
+    for rows in (1, 2, 8, 16, 64, 512):
+        check(weights, rows_of(weights, rows))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")
+def test_experts_of_gpt_oss() -> None:
+    """Columns that only the smallest tiles divide, biases and clamped gates."""
+    weights = mixture(32, 4, 2880, 2880, clamped=ClampedSwiGlu(7.0, 1.702), packed=("mxfp4", "mxfp4"))
+    for rows in (1, 8, 16, 64, 512):
+        check(weights, rows_of(weights, rows))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")

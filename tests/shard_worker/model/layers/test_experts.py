@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from shard_worker.model.layer_weights import ExpertsWeights
+from services.model.families import read_model_config
+from services.model.layers.experts import tensor_shapes
+from shard_worker.model.layer_weights import ExpertsWeights, LayerTensors
 from shard_worker.model.layers import experts
 from shard_worker.model.rows import Rows
+from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.random_packed import random_packed
+from shard_worker.weights.tiled import TiledWeight, tiling_of
+from shard_worker.weights.weight import DenseWeight, Weight
 from tests.reference import storage, target
 from tests.shard_worker.model.layers import family_runner
 from tests.shard_worker.tiny import GLM4_MOE, HYBRID_EXPERTS, QWEN3_MOE, Tiny, ids, load_stage, unsplit
@@ -68,3 +74,64 @@ def test_the_router_stays_in_float32(tiny: Tiny) -> None:
     assert layer.mlp.router.dtype is torch.float32
     assert layer.mlp.experts[0].down.dtype is torch.bfloat16
     assert unsplit(tiny.path("qwen3_moe"))(ids(3)).shape == (3, 256)
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_packed_experts_are_tiles_below_each_other(monkeypatch: pytest.MonkeyPatch, unlike: bool) -> None:
+    """On a GPU, where they take no more memory than packed; not where one of them has another form."""
+
+    def prepared(weight: PackedWeight, *, unpacked: bool = True) -> Weight:
+        return TiledWeight(weight, tiling_of(weight, lanes=True))
+
+    monkeypatch.setattr(PackedWeight, "prepared", prepared)
+    config = read_model_config({**MIXTURE, "num_hidden_layers": 1})
+    matrices: dict[str, Weight] = {}
+    for name, (rows, columns) in tensor_shapes(config, 0).items():
+        kind = "q8_0" if unlike and name == "mlp.experts.2.down_proj.weight" else "q4_0"
+        made = random_packed(kind, rows, columns, torch.float16, torch.device("cpu"))
+        matrices[name] = DenseWeight(torch.zeros(rows, columns)) if name == ROUTER else made
+    weights = experts.pack(config, 0, LayerTensors(matrices, {}))
+
+    for number, expert in enumerate(weights.experts):
+        gate, up, down = (matrices[f"mlp.experts.{number}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(elements(expert.gate_up), torch.cat([elements(gate), elements(up)]))
+        assert torch.equal(elements(expert.down), elements(down))
+    if unlike:
+        assert weights.together is None
+        return
+    assert weights.together is not None
+    packed = sum(weight.nbytes for name, weight in matrices.items() if name != ROUTER)
+    assert weights.together.gate_up.nbytes + weights.together.down.nbytes == packed
+    for whole, each in (
+        (weights.together.gate_up, [expert.gate_up for expert in weights.experts]),
+        (weights.together.down, [expert.down for expert in weights.experts]),
+    ):
+        assert torch.equal(elements(whole), torch.cat([elements(one) for one in each]))
+        assert isinstance(whole, TiledWeight)
+        assert {one.codes.untyped_storage().data_ptr() for one in each if isinstance(one, TiledWeight)} == {
+            whole.codes.untyped_storage().data_ptr()
+        }
+
+
+def elements(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, PackedWeight | TiledWeight)
+    return weight.unpacked()
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}

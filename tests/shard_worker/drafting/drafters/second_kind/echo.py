@@ -16,9 +16,13 @@ from services.model.tensor_headers import TensorHeader
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 from shard_worker.device.devices import Device
+from shard_worker.drafting.choosers import Chooser
+from shard_worker.drafting.choosers.argmax import Argmax
 from shard_worker.drafting.drafters import DraftRunner
 from shard_worker.model.features import Features
 from shard_worker.weights.checkpoint import Checkpoint
+
+LAYOUTS = ()
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class EchoConfig:
     capture_layers: tuple[int, ...]
     num_target_layers: int
     draft_vocab_size: None = None
+    layout: str = "Echo"
+
+    @property
+    def chooser_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def cached_elements(self, max_length: int) -> int:
         return self.hidden_size
@@ -83,6 +92,7 @@ class EchoDraft:
     fc: torch.Tensor
     has_kernels: bool = False
     own_head: None = None
+    chooser: Chooser = Argmax()
 
     def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> EchoState:
         return EchoState(torch.zeros(self.config.hidden_size, dtype=self.dtype))
@@ -113,10 +123,16 @@ def load(
     dtype: str | None,
     on_progress: Callable[[int, int], None],
     pool: PagePool | None = None,
+    *,
+    projected: bool = False,
 ) -> EchoDraft:
     config, fc = read_fc(checkpoint)
     on_progress(fc.nbytes, fc.nbytes)
     return EchoDraft(config, device, fc.dtype, checkpoint.fingerprint, fc.nbytes, fc)
+
+
+def load_chooser(checkpoint: Checkpoint, device: Device, dtype: str) -> Chooser:
+    return Argmax()
 
 
 def read_fc(checkpoint: Checkpoint) -> tuple[EchoConfig, torch.Tensor]:

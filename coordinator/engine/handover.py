@@ -1,0 +1,120 @@
+"""Hands all that a worker holds over to another one: weights, kept prefixes and the state of answers that run.
+
+Answers wait between two steps meanwhile, and go on with no token lost and none computed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+
+from coordinator.cluster.successor import Successor
+from coordinator.engine.engine import Engine
+from services.errors import FailedPrecondition, FlashsplitError
+from services.messages.snapshots import SnapshotOwner
+
+PAUSE_S = 30.0
+"""How long to wait for the ends of steps: a chunk of a prompt takes seconds on a slow device. An answer whose client
+does not read is not waited for longer, and computed anew where it has come to by then."""
+
+AGAIN_S = 2.0
+"""Before another look at a worker that was told to stop and could not be drained."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What a hand-over came to.
+
+    worker: what the worker was called that another one has the place of; place: where that one is. prefixes: how many
+    were copied. paused_s: how long answers waited. anew: how many are computed anew, since they came to no end of a
+    step.
+    """
+
+    worker: str
+    place: str
+    prefixes: int
+    paused_s: float
+    anew: int
+
+
+class Handover:
+    """The hand-overs of one engine, one at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running: asyncio.Task[HandedOver] | None = None
+
+    async def drain(self, worker: str, to: str) -> HandedOver:
+        """Have another worker take the place of one, which then has no part any more; a local one ends.
+
+        worker, to: as of `Cluster.prepare`. Raises what that raises, FailedPrecondition while another worker is
+        drained, and what goes wrong with the other worker; then all is as it was. It goes on where the caller is
+        cancelled.
+        """
+        if self._running is not None and not self._running.done():
+            raise FailedPrecondition("a worker is being drained: wait until that is done", reason="DRAINING_WORKER")
+        self._running = asyncio.ensure_future(self._drain(worker, to))
+        return await asyncio.shield(self._running)
+
+    async def keep(self) -> None:
+        """Drain every worker that is told to stop, where one stands by for it, until cancelled."""
+        while True:
+            leaving = await self._engine.cluster.leaving()
+            log.warning("worker.leaves", worker=leaving.name)
+            with leaving.heartbeats.taking_over():
+                try:
+                    await self.drain(leaving.name, leaving.to)
+                except FlashsplitError as error:
+                    # Then it is lost, and replaced as such.
+                    log.warning("worker.not_drained", worker=leaving.name, why=error.message)
+                    await asyncio.sleep(AGAIN_S)
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Drain workers that are told to stop within the context, as `keep` does."""
+        keeping = asyncio.ensure_future(self.keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _drain(self, worker: str, to: str) -> HandedOver:
+        return await self.hand_over(await self._engine.cluster.prepare(worker, to))
+
+    async def hand_over(self, successor: Successor) -> HandedOver:
+        """Put a worker that was prepared in the other one's place, as `drain` does, with what that one keeps."""
+        engine, cluster, prefixes = self._engine, self._engine.cluster, self._engine.prefixes
+        copied: set[tuple[SnapshotOwner, str]] = set()
+        try:
+            if prefixes is not None:
+                # While answers go on, so that little is left for their pause.
+                await prefixes.copy(successor, copied)
+            async with engine.paused(PAUSE_S) as anew:
+                began = time.monotonic()
+                if prefixes is not None:
+                    await prefixes.copy(successor, copied)
+                    prefixes.let_inherit(successor)
+                await cluster.exchange(successor)
+                paused_s = time.monotonic() - began
+        except BaseException:
+            await cluster.dismiss(successor)
+            raise
+        await cluster.retire(successor)
+        handed = HandedOver(successor.name, str(successor.member.place), len(copied), paused_s, anew)
+        log.warning(
+            "worker.drained",
+            worker=handed.worker,
+            to=handed.place,
+            prefixes=handed.prefixes,
+            paused_ms=round(1e3 * paused_s),
+            anew=anew,
+        )
+        return handed

@@ -1,0 +1,27 @@
+"""The most probable token of each row, whatever stands in the others. Kernels that end with an argmax do the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from services.model.choosers.argmax import ArgmaxConfig
+from shard_worker.drafting.choosers import GuessedRows
+from shard_worker.model.layer_weights import LayerTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Argmax:
+    """As of `Chooser`; it has no weights."""
+
+    takes_logits: bool = False
+    nbytes: int = 0
+
+    def choose(self, rows: GuessedRows) -> torch.Tensor:
+        return rows.named(rows.logits.argmax(-1))
+
+
+def load(config: ArgmaxConfig, tensors: LayerTensors) -> Argmax:
+    """As of `ChooserModule`."""
+    return Argmax()

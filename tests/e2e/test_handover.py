@@ -1,0 +1,103 @@
+"""A worker is drained while it answers: another one goes on with its answers, whose tokens are computed once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from coordinator.answer import Request
+from coordinator.engine.engine import Engine
+from coordinator.engine.handover import Handover
+from coordinator.engine.step_times import StepTaken
+from coordinator.text.model_files import read_model_files
+from services.messages.sampling import SamplingParams
+from services.messages.steps import StepKind
+from tests.e2e.conftest import Pair, alive
+from tests.e2e.prefix_client import TOKENS, client
+
+Cases = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+SAMPLED = SamplingParams(temperature=0.8, seed=7, presence_penalty=0.7)
+
+
+async def answer(engine: Engine, request: Request, *, waits_for: asyncio.Event | None = None) -> tuple[int, ...]:
+    """The tokens of an answer. waits_for: until that the client reads no more than three pieces."""
+    told: list[int] = []
+    async with engine.answering(request) as generation:
+        pieces = 0
+        async for piece in generation.pieces():
+            told += piece.token_ids
+            pieces += 1
+            if pieces == 3 and waits_for is not None:
+                await waits_for.wait()
+    return tuple(told)
+
+
+@pytest.mark.parametrize(
+    ("draft_device", "workers"),
+    [(None, ["stage 1"]), pytest.param("cpu", ["0", "stage 1", "draft"], marks=pytest.mark.slow)],
+)
+async def test_answers_go_on_where_a_worker_is_drained(
+    draft_device: str | None,
+    workers: list[str],
+    pairs: dict[str, Pair],
+    prefix_cases: Cases,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of prompts and answers, drafted and plain: a worker's place is taken by another one, all tokens are
+    the same, and each is computed once; what the worker kept is kept."""
+    pair, (prompt, greedy) = pairs["qwen3_5"], prefix_cases["qwen3_5"]
+    longer = prompt[::-1] * 4
+    async with client(pair, "cpu,cpu", draft_device=draft_device) as one:
+        sampled = await one.ask(prompt, sampling=SAMPLED, speculate=False, cached=False)
+        behind = await one.ask(longer, cached=False)
+        engine = Engine(one.cluster, read_model_files(pair.target), one.cache, name="tiny")
+        kept, prefilled, about_to_pause = Counter[str](), asyncio.Event(), asyncio.Event()
+
+        def count(step: StepTaken) -> None:
+            kept[step.request_id] += step.kept
+            if step.request_id == "longer" and step.kind is StepKind.PREFILL:
+                prefilled.set()
+
+        engine.step_listeners.append(count)
+        held, paused = list[asyncio.Task[tuple[int, ...]]](), engine.paused
+
+        @contextlib.asynccontextmanager
+        async def pause_within_the_prompt(timeout_s: float) -> AsyncIterator[int]:
+            held.append(asyncio.create_task(answer(engine, Request("longer", longer, TOKENS, prefill_chunk=4))))
+            await prefilled.wait()
+            about_to_pause.set()
+            async with paused(timeout_s) as going_on:
+                yield going_on
+
+        monkeypatch.setattr(engine, "paused", pause_within_the_prompt)
+        for worker in workers:
+            before = {process.process_id for process in one.cluster.processes.values()}
+            one.cache.drop_all()
+            await one.settle()
+            for event in (prefilled, about_to_pause):
+                event.clear()
+            kept.clear()
+            requests = [
+                Request("greedy", prompt, TOKENS),
+                Request("sampled", prompt, TOKENS, SAMPLED, speculate=False),
+            ]
+            asked = [asyncio.create_task(answer(engine, each, waits_for=about_to_pause)) for each in requests]
+            done = await Handover(engine).drain(worker, "cpu")
+            assert await asyncio.gather(*asked) == [greedy, sampled.token_ids]
+            assert await held.pop() == behind.token_ids
+            assert done.anew == 0
+            assert done.prefixes > 0
+            lengths = {"greedy": len(prompt), "sampled": len(prompt), "longer": len(longer)}
+            assert kept == {name: length + TOKENS - 1 for name, length in lengths.items()}
+            [ended] = before - {process.process_id for process in one.cluster.processes.values()}
+            assert ended is not None
+            assert not alive(ended)
+            await one.settle()
+            again = await one.ask(prompt)
+            assert again.token_ids == greedy
+            assert again.stats.cached_tokens == len(prompt)
