@@ -177,13 +177,13 @@ async def when_idle(cluster: Cluster, address: str) -> WorkerDescription:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the direct children of a process, or of one that it stands in for, but for fork servers."""
+    """Process ids of the direct children that run of a process, or of the one it stands in for; no fork servers."""
     found, pid = [], forking.forked(pid)
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                text = Path(f"/proc/{entry}/stat").read_text()
-                if int(text.rpartition(")")[2].split()[1]) == pid and not forking.is_server(int(entry)):
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == pid and state != "Z" and not forking.is_server(int(entry)):
                     found.append(int(entry))
     return found
 
