@@ -26,6 +26,7 @@ export class Refusal extends Error {
 // The reply, if it is a good one. Throws Refusal with the server's own sentence, TypeError when nobody answers.
 export async function ask(path, { body, signal, requestId } = {}) {
   const headers = {};
+  const sent = key;
   if (key) headers.authorization = `Bearer ${key}`;
   if (requestId) headers["x-request-id"] = requestId;
   if (body) headers["content-type"] = "application/json";
@@ -38,7 +39,8 @@ export async function ask(path, { body, signal, requestId } = {}) {
     credentials: "omit",
   });
   if (reply.ok) return reply;
-  if (reply.status === 401) keys.dispatchEvent(new Event("needed"));
+  // A key that was typed in since then is not refused by this.
+  if (reply.status === 401 && sent === key) keys.dispatchEvent(new Event("needed"));
   throw new Refusal(reply.status, await sentence(reply));
 }
 
