@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from services.addresses import is_loopback
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.event_loop import run
 from services.messages.description import ROLE_SUMMARIES, Role
+from services.messages.holder import ORPHAN_TIMEOUT_S
 from services.net.security import Security, load_security
 from services.net.server import Server
 from services.processes.device_memory import MEMORY_SHARE, parse_limit
@@ -61,6 +63,7 @@ class Flags:
     insecure: bool
     health_port: int
     drain_timeout: float
+    orphan_timeout: float
     log_level: str
     log_format: str | None
     lifeline_fd: int | None
@@ -187,6 +190,16 @@ class Flags:
     metavar="SECONDS",
     help="How long sessions may go on after SIGTERM, while new ones are refused. Give it more than flashsplit serve's, "
     "so that answers can end when all processes are told to stop at once.",
+)
+@click.option(
+    "--orphan-timeout",
+    type=click.FloatRange(0),
+    default=ORPHAN_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long weights and kept prefixes stay in memory once the coordinator is gone that had them loaded, its "
+    "process or the link to it: one that comes within that time, with the same model and options, reads no weights "
+    "again and finds the prefixes. 'inf' keeps them until another coordinator wants something else.",
 )
 @click.option(
     "--log-level",
@@ -333,6 +346,8 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
             security=security,
             transport=PayloadTransport(flags.payload_transport),
             cuda_graphs=flags.cuda_graphs is not False,
+            # A child process ends with the one that started it.
+            orphan_timeout_s=flags.orphan_timeout if flags.lifeline_fd is None else math.inf,
             on_broken=on_broken,
         )
     )
@@ -349,7 +364,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
         async for serving in worker.watch():
             await server.set_serving(serving)
 
-    watching = asyncio.ensure_future(watch())
+    watching = asyncio.gather(watch(), worker.free_when_orphaned())
     await stopping.wait()
     await worker.leave()
     watching.cancel()

@@ -1,7 +1,8 @@
 """Whose a worker is: what it has loaded is for the process that had it loaded, and for nobody else.
 
 The holder keeps the worker for as long as it listens to the heartbeats, and LEASE_S longer: so a broken connection
-loses nothing, and a coordinator that is started again has its workers back soon.
+loses nothing, and a coordinator that is started again has its workers back soon. What a holder had loaded stays for
+longer, for whoever takes the worker next: `left_for_s` says since when nobody has cared for it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Lease:
         self._holder: Holder | None = None
         self._since = ""
         self._left_at = 0.0
+        self._was_listened_to = False
         self._listening = Counter[str]()
 
     def take(self, holder: Holder | None) -> None:
@@ -43,6 +45,19 @@ class Lease:
         self._holder, self._since = holder, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         # It has so long to begin to listen.
         self._left_at = self._clock()
+        self._was_listened_to = self.is_listened_to
+
+    def end(self) -> None:
+        """Let nobody hold the worker any more: nothing is loaded."""
+        self._holder = None
+
+    @property
+    def left_for_s(self) -> float:
+        """How long the process that holds the worker, or held it last, has not listened any more; 0 while it does, and
+        where nobody holds the worker or its holder never listens, as releases do that know no heartbeats."""
+        if self._holder is None or not self._was_listened_to or self.is_listened_to:
+            return 0.0
+        return self._clock() - self._left_at
 
     @property
     def is_listened_to(self) -> bool:
@@ -66,6 +81,7 @@ class Lease:
     def listening(self, holder_id: str) -> Iterator[None]:
         """Note that a process listens to the worker's heartbeats within the context."""
         self._listening[holder_id] += 1
+        self._was_listened_to = self._was_listened_to or self.is_listened_to
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import platform
 import socket
@@ -20,8 +21,9 @@ import structlog
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable, Unimplemented
+from services.freed_memory import return_freed_memory
 from services.messages.description import DeviceDescription, Role, WorkerDescription
-from services.messages.holder import Holder
+from services.messages.holder import LEASE_S, ORPHAN_TIMEOUT_S, Holder
 from services.messages.loading import LoadPart, LoadProgress
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.snapshots import SnapshotOwner
@@ -51,6 +53,9 @@ from shard_worker.snapshots.transfer import SnapshotTransfer
 PROGRESS_INTERVAL_S = 0.1
 """Between two reports of how far a load is, and two looks at whether sessions have ended."""
 
+ORPHAN_LOOK_S = 0.25
+"""Between two looks at whether the process is gone that had the worker load something."""
+
 SESSIONS_GRACE_S = 2.0
 """How long sessions whose client has just gone may take to end, before a load is refused because of them."""
 
@@ -64,7 +69,8 @@ class WorkerConfig:
     paths: checkpoint directories on this host, which win over those that a coordinator names; by the name of the field
     that they replace, like `model_path`. threads: for computing on the CPU; None for one a core. snapshot_budget_bytes:
     host memory for the state of prefixes. memory_share: of each device's memory, that which weights, captured steps and
-    sessions may take together. on_broken: called on the device's thread when a GPU can do nothing more in
+    sessions may take together. orphan_timeout_s: how long what is loaded and kept stays once the process is gone that
+    had it loaded; math.inf for ever. on_broken: called on the device's thread when a GPU can do nothing more in
     this process.
     """
 
@@ -77,6 +83,7 @@ class WorkerConfig:
     security: Security = OPEN
     transport: PayloadTransport = PayloadTransport.AUTO
     cuda_graphs: bool = True
+    orphan_timeout_s: float = ORPHAN_TIMEOUT_S
     on_broken: Callable[[], None] = lambda: None
 
 
@@ -87,7 +94,8 @@ class Worker:
     with its heartbeats.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, lease: Lease | None = None) -> None:
+        """lease: whose the worker is; None for a new one's."""
         self._config = config
         self._thread = DeviceThread(config.threads, config.on_broken)
         self._peers = Peers(
@@ -97,7 +105,7 @@ class Worker:
             watcher=self._thread,
         )
         self.life = Life()
-        self._lease = Lease()
+        self._lease = lease or Lease()
         self._links = SharedLinks()
         self._sharing = SharedMemoryServicer(self._links, self._thread)
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
@@ -156,6 +164,48 @@ class Worker:
                 self.life.trouble = None
                 self._thread.take_back()
                 yield True
+
+    async def free_when_orphaned(self) -> None:
+        """Free all that is loaded and kept whenever the process that had it loaded has been gone for the configured
+        time; until cancelled."""
+        while True:
+            await asyncio.sleep(ORPHAN_LOOK_S)
+            if self._is_orphaned:
+                async with self._loading:
+                    # Another process may have taken the worker while this waited.
+                    if self._is_orphaned:
+                        await self._free_all()
+
+    @property
+    def _is_orphaned(self) -> bool:
+        # A lease that still runs is waited for: its holder may come back within it.
+        return self._lease.left_for_s >= max(self._config.orphan_timeout_s, LEASE_S)
+
+    async def _free_all(self) -> None:
+        """Free all that is loaded and kept; without effect, to be tried again, where sessions do not end."""
+        gone_s = self._lease.left_for_s
+        for role in self.roles.values():
+            role.fail_sessions(Unavailable("the process is gone that had this worker load what the session is of"))
+            if not await _sessions_ended(role):
+                return
+        freed_bytes = self._snapshots.held_bytes
+        for role in self.roles.values():
+            if role.snapshot_owner is not None:
+                self._snapshots.clear(role.snapshot_owner)
+
+        def unload() -> None:
+            for role in self.roles.values():
+                role.unload()
+            # What was captured refers to itself.
+            gc.collect()
+            self._leave_pools()
+            return_freed_memory()
+            if any(device.is_gpu for device in self._config.devices):
+                torch.cuda.empty_cache()
+
+        await self._thread.submit_long(unload)
+        self._lease.end()
+        log.info("worker.orphaned", gone_s=round(gone_s, 1), prefix_bytes=freed_bytes)
 
     def _hung(self, seconds: float) -> FlashsplitError:
         place = self._location(None)

@@ -21,6 +21,7 @@ from coordinator.cluster.cluster import Cluster, SnapshotPlace
 from coordinator.cluster.successor import Successor
 from coordinator.prefix.disk.disk_cache import DiskCache, DiskEntry, PartSource
 from coordinator.prefix.index import Entry, PrefixIndex
+from coordinator.prefix.leftovers import Leftover, Leftovers, common
 from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import DataLoss, FlashsplitError, NotFound
@@ -88,6 +89,9 @@ class PrefixCache:
         self._arrivals: weakref.WeakSet[Arrival] = weakref.WeakSet()
         # What workers are being told to free, by the tasks that tell them.
         self._frees: dict[asyncio.Task[None], frozenset[str]] = {}
+        self._leftovers = Leftovers()
+        self._leftover_keepers: Keepers = ()
+        """The workers that keep the leftovers."""
         self._heirs: dict[tuple[str, int], tuple[str, int]] = {}
         """Of workers whose places others take, with all that they keep: address and process of either."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,6 +101,13 @@ class PrefixCache:
     async def __aenter__(self) -> PrefixCache:
         if self._disk is not None:
             await self._disk.start()
+        # What was loaded a moment ago keeps nothing: nobody is asked.
+        workers = [*self._cluster.workers, *filter(None, [self._cluster.draft_worker])]
+        if any(worker.snapshot_bytes for worker in workers):
+            try:
+                await self._look_for_leftovers()
+            except FlashsplitError as error:
+                log.warning("prefix.leftovers_unknown", why=error.message)
         return self
 
     async def __aexit__(
@@ -129,6 +140,51 @@ class PrefixCache:
         """Return what the states of this cluster's requests depend on."""
         return lineage_of(self._cluster, self._text, with_draft=with_draft)
 
+    # --- what was kept before
+
+    async def _look_for_leftovers(self) -> None:
+        """Learn what all workers keep since before this process, and have the rest freed."""
+        places = self._cluster.snapshot_places(with_draft=True)
+        lists = [await (await self._cluster.snapshots(place.address)).list_snapshots() for place in places]
+        kept = [*zip(places, lists, strict=True)]
+        draft = next((found for place, found in kept if place.layers is None), None)
+        self._leftovers, partial = common([found for place, found in kept if place.layers is not None], draft)
+        self._leftover_keepers = self._keepers(with_draft=True)
+        self._free(partial)
+        log.info("prefix.leftovers", kept=len(self._leftovers), freed=len(partial))
+
+    def _recognise(self, lineage: Lineage, index: PrefixIndex, token_ids: tuple[int, ...]) -> None:
+        """Put the leftovers into the index that these tokens begin with."""
+        if len(self._leftovers) and self._keepers(with_draft=True) != self._leftover_keepers:
+            self._drop_leftovers(self._leftovers.snapshot_ids)
+        for leftover in self._leftovers.beginnings(lineage, token_ids):
+            entry = self._entry_of(leftover, lineage, index, token_ids)
+            if entry is None:
+                self._drop_leftovers([leftover.snapshot_id])
+                continue
+            self._leftovers.take(leftover.snapshot_id)
+            index.add(entry)
+            log.info("prefix.recognised", slot=entry.snapshot_id[:12], position=len(entry.token_ids))
+            # Its predecessor may have ended before it was written.
+            self._keep_on_disk(lineage, entry)
+
+    def _entry_of(
+        self, leftover: Leftover, lineage: Lineage, index: PrefixIndex, token_ids: tuple[int, ...]
+    ) -> Entry | None:
+        """Return the entry of a leftover; None where something is missing of it."""
+        parent = None
+        if leftover.parent_id is not None:
+            parent = index.get(leftover.parent_id)
+            if parent is None or token_ids[: len(parent.token_ids)] != parent.token_ids:
+                return None
+        if lineage.draft is not None and not leftover.in_draft:
+            return None
+        return Entry(leftover.snapshot_id, token_ids[: leftover.token_count], parent, self._trimmable(lineage))
+
+    def _drop_leftovers(self, snapshot_ids: Iterable[str]) -> None:
+        """Forget leftovers, and have all workers free them."""
+        self._free([gone for name in [*snapshot_ids] for gone in self._leftovers.remove(name)])
+
     # --- finding
 
     async def find(
@@ -140,6 +196,7 @@ class PrefixCache:
         """
         lineage = self.lineage(with_draft=with_draft)
         index = self._index(lineage)
+        self._recognise(lineage, index, token_ids)
         match = index.find(token_ids)
         if self._disk is not None:
             for _ in range(_LOAD_ATTEMPTS):
@@ -261,13 +318,15 @@ class PrefixCache:
                 self._free([entry.snapshot_id])
             return False
         index.add(entry)
+        self._leftovers.take(entry.snapshot_id)
         log.info("prefix.kept", slot=entry.snapshot_id[:12], position=len(entry.token_ids), **summary(saved.parts))
-        if self._disk is not None and len(entry.token_ids) >= self._disk.min_tokens:
-            self._spawn(self._write(lineage, entry))
+        self._keep_on_disk(lineage, entry)
         return True
 
     def drop(self, snapshot_ids: Iterable[str], *, lineages: Iterable[Lineage] | None = None) -> None:
         """Forget prefixes that some worker no longer keeps, and have the others free them too."""
+        snapshot_ids = [*snapshot_ids]
+        self._drop_leftovers(snapshot_ids)
         indices = (
             [index for _, index in self._indices.values()]
             if lineages is None
@@ -279,6 +338,7 @@ class PrefixCache:
     def drop_all(self) -> None:
         """Forget all prefixes in the workers' memory, and have it freed; those on disk stay."""
         self.drop([snapshot_id for _, index in self._indices.values() for snapshot_id in index.snapshot_ids])
+        self._drop_leftovers(self._leftovers.snapshot_ids)
 
     def finish(self, session: StageSession, keep: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task that calls `keep`, which keeps the end of an answer, and then closes the session."""
@@ -293,6 +353,11 @@ class PrefixCache:
                 await session.close()
 
         self._spawn(run())
+
+    def _keep_on_disk(self, lineage: Lineage, entry: Entry) -> None:
+        """Have a prefix written to disk that is in memory, where there is a store and it is worth it."""
+        if self._disk is not None and len(entry.token_ids) >= self._disk.min_tokens:
+            self._spawn(self._write(lineage, entry))
 
     async def _write(self, lineage: Lineage, entry: Entry) -> None:
         disk = self._disk

@@ -47,8 +47,17 @@ class Lineage:
 
     def snapshot_id(self, token_ids: Sequence[int]) -> str:
         """Return the name of the state behind these tokens: 40 hex digits of a hash over lineage and tokens."""
-        digest = hashlib.sha256(self.key.encode())
+        digest = self.digest()
         digest.update(as_bytes(token_ids))
+        return self.name_of(digest)
+
+    def digest(self) -> hashlib._Hash:
+        """Return the hash of the lineage, to which `as_bytes` of tokens is to be added."""
+        return hashlib.sha256(self.key.encode())
+
+    @staticmethod
+    def name_of(digest: hashlib._Hash) -> str:
+        """Return the name of the state behind the tokens that a hash has taken; it may take more later."""
         return digest.hexdigest()[:40]
 
 

@@ -17,6 +17,10 @@ LEASE_S = 3.0
 """How long a worker waits for its holder to come back, when that listens to its heartbeats no more, before another
 process may take it."""
 
+ORPHAN_TIMEOUT_S = 60.0
+"""How long by default what a worker's holder had loaded stays once that listens no more, for whoever takes the worker
+next."""
+
 WORKER_HELD = "WORKER_HELD"
 """The reason of the error that says that a worker is another process's."""
 

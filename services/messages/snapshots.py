@@ -96,6 +96,19 @@ class SnapshotImported:
     evicted_ids: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSnapshot:
+    """A state that a worker keeps, as it tells of it.
+
+    token_count: of the prefix, with those of what it builds on. parent_id: what it builds on, None for nothing.
+    """
+
+    snapshot_id: str
+    owner: SnapshotOwner
+    token_count: int
+    parent_id: str | None
+
+
 SnapshotFrame = SnapshotHeader | SnapshotChunk | SnapshotTrailer
 
 
@@ -165,6 +178,28 @@ def frame_from_message(
             return SnapshotTrailer(trailer.total_bytes, tuple(trailer.tensor_sha256))
         case _:
             raise InvalidArgument("frame is missing: expected header, chunk or trailer", field="frame")
+
+
+def kept_to_message(kept: KeptSnapshot) -> pb.SnapshotListResponse:
+    """Return the message that tells of a kept state."""
+    return pb.SnapshotListResponse(
+        snapshot_id=kept.snapshot_id,
+        owner=OWNERS.number(kept.owner),
+        token_count=kept.token_count,
+        parent_id=kept.parent_id,
+    )
+
+
+def kept_from_message(message: pb.SnapshotListResponse) -> KeptSnapshot:
+    """Return what a message tells of a kept state. Raises InvalidArgument for one that cannot be."""
+    if not message.token_count:
+        raise InvalidArgument("token_count is 0: a kept prefix has at least one token", field="token_count")
+    return KeptSnapshot(
+        snapshot_id=check_id(message.snapshot_id),
+        owner=OWNERS.value(message.owner, "owner"),
+        token_count=message.token_count,
+        parent_id=check_id(message.parent_id, "parent_id") if message.HasField("parent_id") else None,
+    )
 
 
 def _fill_header(header: SnapshotHeader, message: pb.PrefixSnapshotHeader) -> None:

@@ -15,10 +15,11 @@ from flashsplit.shard.v1 import (
     snapshot_service_pb2 as pb,
     snapshot_service_pb2_grpc as pb_grpc,
 )
-from services.errors import DataLoss, InvalidArgument, Unavailable, answering, rpc_failures_as_errors
+from services.errors import DataLoss, InvalidArgument, Unavailable, Unimplemented, answering, rpc_failures_as_errors
 from services.messages.holder import CheckHolder, anybody, holder_id_of, own_holder
 from services.messages.snapshots import (
     OWNERS,
+    KeptSnapshot,
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
@@ -28,6 +29,8 @@ from services.messages.snapshots import (
     check_id,
     frame_from_message,
     frame_to_message,
+    kept_from_message,
+    kept_to_message,
 )
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream, Guard, unguarded
@@ -66,6 +69,9 @@ class SnapshotPort(Protocol):
         Raises InvalidArgument when the tensors aren't those of the model at hand, FailedPrecondition for another model
         or a missing parent, ResourceExhausted beyond the budget.
         """
+
+    def list_snapshots(self) -> Sequence[KeptSnapshot]:
+        """Return all kept states of all owners, each behind what it builds on."""
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         """Drop kept states, unless longer ones build on them, and return the number of bytes freed."""
@@ -107,6 +113,12 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
             response.imported.stored_bytes = imported.stored_bytes
             response.imported.evicted_ids.extend(imported.evicted_ids)
             await context.write(response)
+
+    async def SnapshotList(self, request: snapshot_pb2.SnapshotListRequest, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            self._check_holder(holder_id_of(request))
+            for kept in self._port.list_snapshots():
+                await context.write(kept_to_message(kept))
 
     async def SnapshotFree(
         self, request: snapshot_pb2.SnapshotFreeRequest, context: grpc.aio.ServicerContext
@@ -221,6 +233,21 @@ class RemoteSnapshots:
             stream.cancel()
             if sender is not None:
                 sender.close()
+
+    async def list_snapshots(self) -> list[KeptSnapshot]:
+        """Return all kept states, as the port says; none where the worker is of a release that does not tell."""
+        request = snapshot_pb2.SnapshotListRequest(holder_id=own_holder().holder_id)
+        stream = ClientStream(self._stub.SnapshotList(request), address=self._address)
+        self._guard(stream)
+        found: list[KeptSnapshot] = []
+        try:
+            while (response := await stream.read()) is not grpc.aio.EOF:
+                found.append(kept_from_message(response))
+        except Unimplemented:
+            return []
+        finally:
+            stream.cancel()
+        return found
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         """Drop kept states, as the port says."""

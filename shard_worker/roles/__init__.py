@@ -123,6 +123,10 @@ class WorkerRole(ABC, Generic[PartT]):
         on_progress: called with bytes read so far and in all. A load that fails leaves nothing loaded.
         """
 
+    @abstractmethod
+    def unload(self) -> None:
+        """Hold nothing any more, where no session is open; runs on the device thread."""
+
     def prepare(self) -> None:
         """Compile and capture what the first step would wait for, after a load; runs on the device thread."""
         return None

@@ -55,6 +55,9 @@ class CompressRole(WorkerRole[LoadDrafter]):
         checkpoint = open_checkpoint(part.drafter_path, "--prefill-drafter")
         self.loaded = LoadedDrafter(part, load_drafter(checkpoint, self._device, part.dtype, on_progress))
 
+    def unload(self) -> None:
+        self.loaded = None
+
     def describe(self) -> DrafterDescription | None:
         if self.loaded is None:
             return None

@@ -136,6 +136,9 @@ class DraftRole(WorkerRole[LoadDraft]):
         )
         self.loaded = LoadedDraft(part, engine, keeper)
 
+    def unload(self) -> None:
+        self.loaded = None
+
     def prepare(self) -> None:
         # Beside a stage, whose head it shares, the stage prepares both.
         if (target := self.resources.roles.get(Role.TARGET)) is not None:

@@ -225,6 +225,11 @@ class TargetRole(WorkerRole[LoadTarget]):
             invariant_rows=set(),
         )
 
+    def unload(self) -> None:
+        self.loaded = None
+        # They hold the engine of a draft, the head and what was captured with them.
+        self._drafts = StageDrafts(self.resources)
+
     def prepare(self) -> None:
         """Compile and capture what steps will need, for what is loaded by now; runs on the device thread."""
         loaded = self.loaded

@@ -15,6 +15,7 @@ import torch
 
 from services.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from services.messages.snapshots import (
+    KeptSnapshot,
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
@@ -139,6 +140,18 @@ class SnapshotTransfer:
             header.size_bytes,
         )
         return IncomingSnapshot(self._store, header, snapshot, keeper.groups, evicted)
+
+    def list_snapshots(self) -> list[KeptSnapshot]:
+        return [
+            KeptSnapshot(
+                snapshot.snapshot_id,
+                snapshot.owner,
+                snapshot.length,
+                None if snapshot.parent is None else snapshot.parent.snapshot_id,
+            )
+            # What is built on may be anywhere in the order of use, and is shorter.
+            for snapshot in sorted(self._store, key=lambda snapshot: snapshot.length)
+        ]
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         return sum(self._store.free(snapshot_id) for snapshot_id in snapshot_ids)

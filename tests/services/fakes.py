@@ -27,6 +27,7 @@ from services.messages.loading import LoadDraft, LoadProgress, LoadTarget
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import (
+    KeptSnapshot,
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
@@ -421,6 +422,14 @@ class FakeSnapshots:
             return None
         self.imports.append(FakeImport(self, header))
         return self.imports[-1]
+
+    def list_snapshots(self) -> list[KeptSnapshot]:
+        headers = [frames[0] for frames in self.kept.values()]
+        return [
+            KeptSnapshot(header.snapshot_id, header.owner, header.token_count, header.parent_id)
+            for header in headers
+            if isinstance(header, SnapshotHeader)
+        ]
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         self.freed.append(list(snapshot_ids))

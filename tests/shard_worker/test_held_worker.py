@@ -86,6 +86,7 @@ async def test_all_calls_of_others_are_refused(
         "Compress": lambda: RemoteCompressor(channel, "a").compress(CompressRequest("test", "f00d", (1, 2), 0.5)),
         "PrefixSnapshotExport": lambda: anext(snapshots.export_snapshot(SnapshotOwner.STAGE, "one")),
         "PrefixSnapshotImport": lambda: snapshots.import_snapshot(frames()),
+        "SnapshotList": snapshots.list_snapshots,
         "SnapshotFree": lambda: snapshots.free_snapshots(["one"]),
     }
     for method, call in calls.items():

@@ -83,3 +83,37 @@ def test_who_never_listens_holds_it_for_a_while(lease: Lease, clock: Clock) -> N
     assert refused(lease, OTHER)
     clock.now += LEASE_S + 0.1
     assert not refused(lease, OTHER)
+
+
+def test_how_long_nobody_has_cared_for_it(lease: Lease, clock: Clock) -> None:
+    """From the moment on when its holder listens no more, until somebody else takes it; then anew."""
+    clock.now += 1000
+    assert lease.left_for_s == 0
+    with lease.listening("1"):
+        lease.take(ONE)
+        clock.now += 1000
+        assert lease.left_for_s == 0
+    clock.now += LEASE_S + 1
+    assert lease.left_for_s == LEASE_S + 1
+    with lease.listening("2"):
+        assert lease.left_for_s == LEASE_S + 1
+        lease.take(OTHER)
+        clock.now += 1000
+        assert lease.left_for_s == 0
+    clock.now += 5
+    assert lease.left_for_s == 5
+    with lease.listening("2"):
+        assert lease.left_for_s == 0
+    lease.end()
+    assert lease.left_for_s == 0
+    lease.take(ONE)
+
+
+def test_who_never_listens_is_never_gone(lease: Lease, clock: Clock) -> None:
+    """A release without heartbeats would lose what it uses otherwise."""
+    with lease.listening("2"):
+        lease.take(OTHER)
+    clock.now += LEASE_S + 1
+    lease.take(ONE)
+    clock.now += 1000
+    assert lease.left_for_s == 0

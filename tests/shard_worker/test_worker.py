@@ -17,20 +17,23 @@ from services.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    Unavailable,
     Unimplemented,
 )
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.messages.draft_session import OpenDraft
+from services.messages.holder import LEASE_S, Holder
 from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.messages.snapshots import SnapshotHeader, SnapshotOwner
 from services.messages.steps import DraftRoute, OpenSession, SnapshotSave, StepKind
 from services.rpc.snapshots import RemoteSnapshots
 from shard_worker.device.devices import parse_devices
+from shard_worker.lease import Lease
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import TargetRole
 from shard_worker.snapshots.store import SnapshotStore
-from shard_worker.worker import Worker, WorkerConfig
+from shard_worker.worker import ORPHAN_LOOK_S, Worker, WorkerConfig
 from tests.services.conftest import Dial, Serve, dial, serve  # noqa: F401  (fixtures)
 from tests.services.fakes import until
 from tests.shard_worker.chain import Client
@@ -176,23 +179,33 @@ def target_part(tiny: Tiny, name: str = "qwen3", draft: bool = True) -> LoadTarg
     return LoadTarget(str(tiny.path(name)), LayerRange(0, 4), None, capture)
 
 
-async def opened(worker: Worker) -> Client:
-    """A session over the whole target and the draft beside it, with ten tokens."""
+async def opened(worker: Worker, holder_id: str | None = None) -> Client:
+    """A session over the whole target and the draft beside it, with ten tokens. holder_id: of the process that asks."""
     described = await worker.describe()
     assert described.target is not None
     role = worker.roles[Role.TARGET]
     assert isinstance(role, TargetRole)
     request = OpenSession(
-        "test", described.target.fingerprint, 0, LayerRange(0, 4), (), 100, 50, 8, 0, draft=DraftRoute()
+        "test",
+        described.target.fingerprint,
+        0,
+        LayerRange(0, 4),
+        (),
+        100,
+        50,
+        8,
+        0,
+        draft=DraftRoute(),
+        holder_id=holder_id,
     )
     client = Client(await role.open(request))
     await client.step(StepKind.PREFILL, ids(10))
     return client
 
 
-async def keep(worker: Worker, name: str = "a") -> None:
-    """Keep ten tokens, of the target and of the draft."""
-    client = await opened(worker)
+async def keep(worker: Worker, name: str = "a", holder_id: str | None = None) -> None:
+    """Keep ten tokens, of the target and of the draft. holder_id: of the process that asks."""
+    client = await opened(worker, holder_id)
     assert [part.refusal for part in (await client.save(name)).parts] == ["", ""]
     await client.session.close()
 
@@ -226,6 +239,54 @@ async def test_a_worker_tells_how_much_it_keeps(worker: Worker, tiny: Tiny) -> N
     assert described.draft.state_trimmable
     assert store_of(worker).free("a") == described.snapshot_bytes
     assert (await worker.describe()).snapshot_bytes == 0
+
+
+async def test_what_a_process_had_loaded_goes_some_time_after_it(tiny: Tiny) -> None:
+    """Weights and prefixes, of all roles, with a session that is left; not before, and not while another process uses
+    it. Then the worker is anybody's, and can load again."""
+    now = 0.0
+    lease = Lease(lambda: now)
+    config = WorkerConfig(
+        parse_devices("cpu"), BOTH, threads=1, snapshot_budget_bytes=BUDGET, orphan_timeout_s=LEASE_S + 1
+    )
+    worker = Worker(config, lease)
+    watching = asyncio.ensure_future(worker.free_when_orphaned())
+    parts = target_part(tiny), draft_part(tiny)
+
+    async def held(name: str) -> None:
+        with lease.listening(name):
+            for part in parts:
+                _ = [event async for event in worker.load(part, Holder(name, f"process {name}"))]
+
+    async def describe_later() -> WorkerDescription:
+        await asyncio.sleep(2.5 * ORPHAN_LOOK_S)
+        return await worker.describe()
+
+    await held("1")
+    await keep(worker, holder_id="1")
+    now += LEASE_S + 0.5
+    described = await describe_later()
+    assert described.target is not None
+    await held("2")
+    assert kept(worker) == set(SnapshotOwner)
+    now += LEASE_S + 0.5
+    assert (await describe_later()).snapshot_bytes == described.snapshot_bytes > 0
+    with lease.listening("2"):
+        now += 1000
+        assert (await describe_later()).draft is not None
+    client = await opened(worker, "2")
+    now += LEASE_S + 1.5
+    with pytest.raises(Unavailable, match="the process is gone"):
+        _ = [event async for event in client.events]
+    await client.session.close()
+    await until(lambda: worker.roles[Role.DRAFT].part is None)
+    described = await worker.describe()
+    assert (described.target, described.draft, described.snapshot_bytes) == (None, None, 0)
+    await held("3")
+    await keep(worker, holder_id="3")
+    assert kept(worker) == set(SnapshotOwner)
+    watching.cancel()
+    await worker.close()
 
 
 async def test_sessions_have_the_memory_that_their_share_leaves(tiny: Tiny) -> None:

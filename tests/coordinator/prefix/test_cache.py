@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from io import BytesIO
 
 import fsspec
@@ -31,8 +32,8 @@ SHORT, LONG = MIN_DISK_GAIN_TOKENS * 2, MIN_DISK_GAIN_TOKENS * 4
 
 
 @contextlib.asynccontextmanager
-async def caching(workers: Sequence[ToyHost], store: Store) -> AsyncIterator[PrefixCache]:
-    """A server's prefix cache from its start to its end, when all is on disk."""
+async def caching(workers: Sequence[ToyHost], store: Store | None = None) -> AsyncIterator[PrefixCache]:
+    """A server's prefix cache from its start to its end, when all is on disk, where there is a store."""
     plan = make_plan(
         target_devices=",".join(host.address for host in workers),
         layer_split=None,
@@ -40,11 +41,10 @@ async def caching(workers: Sequence[ToyHost], store: Store) -> AsyncIterator[Pre
         num_layers=LAYERS,
         has_draft=False,
     )
+    disk = None if store is None else disk_cache(store)
     async with (
         Cluster(plan, Checkpoints(MODEL, None, None)) as cluster,
-        PrefixCache(
-            cluster, PLAIN.text, disk=disk_cache(store), policy=KeepPolicy(min_tokens=8, checkpoint_tokens=100)
-        ) as cache,
+        PrefixCache(cluster, PLAIN.text, disk=disk, policy=KeepPolicy(min_tokens=8, checkpoint_tokens=100)) as cache,
     ):
         assert cache.lineage(with_draft=False) == PLAIN
         yield cache
@@ -138,6 +138,44 @@ async def test_prefixes_from_the_disk_serve_layers_that_were_split_anew(hosts: H
         again = await cache.find(ids(LONG + 10), with_draft=False)
         assert again is not None
         assert again.source == "memory"
+
+
+async def test_what_the_workers_keep_is_found_by_the_next_server(workers: list[ToyHost]) -> None:
+    """By prompts that begin with it; what not all of them keep is freed, and so is what one of them gives up. What was
+    found is kept on, and goes on being found by shorter prompts."""
+    async with caching(workers) as cache:
+        short = await keep(cache, workers, ids(SHORT))
+        long = await keep(cache, workers, ids(LONG), short)
+        lost = await keep(cache, workers, ids(SHORT, 1))
+        given_up = await keep(cache, workers, ids(SHORT, 2))
+    del workers[1].snapshots.kept[STAGE, lost.snapshot_id]
+    async with caching(workers) as cache:
+        await until(lambda: all(host.snapshots.freed == [[lost.snapshot_id]] for host in workers))
+        assert await cache.find(ids(LONG + 10, 3), with_draft=False) is None
+        assert await cache.find(ids(SHORT, 1), with_draft=False) is None
+        hit = await cache.find(ids(SHORT + 10), with_draft=False)
+        assert hit is not None
+        assert (hit.source, hit.length, hit.entry.snapshot_id) == ("memory", SHORT, short.snapshot_id)
+        hit = await cache.find(ids(LONG + 10), with_draft=False)
+        assert hit is not None
+        assert (hit.length, hit.entry) == (LONG, long)
+        cache.drop([given_up.snapshot_id])
+        await until(lambda: all(host.snapshots.freed[-1] == [given_up.snapshot_id] for host in workers))
+        assert await cache.find(ids(SHORT, 2), with_draft=False) is None
+        assert await cache.find(ids(LONG), with_draft=False) is not None
+        cache.drop_all()
+        await until(lambda: all(host.snapshots.freed[-1] == [long.snapshot_id, short.snapshot_id] for host in workers))
+
+
+async def test_leftovers_of_a_worker_that_is_another_now_are_freed(workers: list[ToyHost]) -> None:
+    """Its part is gone: a prompt that begins with them finds nothing, and the others need not keep theirs."""
+    async with caching(workers) as cache:
+        entry = await keep(cache, workers, ids(SHORT))
+    async with caching(workers) as cache:
+        described = workers[1].worker.description
+        cache._cluster.workers = (cache._cluster.workers[0], replace(described, process_id=described.process_id + 1))
+        assert await cache.find(ids(SHORT), with_draft=False) is None
+        await until(lambda: all(host.snapshots.freed == [[entry.snapshot_id]] for host in workers))
 
 
 async def test_little_growth_is_not_worth_files(workers: list[ToyHost], store: Store) -> None:

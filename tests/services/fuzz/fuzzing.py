@@ -49,6 +49,7 @@ RUN_STAGE = f"/{stage_module.SERVICE}/RunStage"
 RUN_DRAFT = f"/{draft_module.SERVICE}/RunDraft"
 EXPORT = f"/{snapshot_module.SERVICE}/PrefixSnapshotExport"
 IMPORT = f"/{snapshot_module.SERVICE}/PrefixSnapshotImport"
+LIST = f"/{snapshot_module.SERVICE}/SnapshotList"
 FREE = f"/{snapshot_module.SERVICE}/SnapshotFree"
 LOAD = f"/{worker_module.SERVICE}/Load"
 DESCRIBE = f"/{worker_module.SERVICE}/Describe"
@@ -166,13 +167,13 @@ async def batter_snapshots(
     hints: Mapping[str, Sequence[Any]],
     rounds: int,
 ) -> None:
-    """Random imports, exports and frees."""
+    """Random imports, exports, lists and frees."""
     imports = RandomStreams("import", snapshot_pb2.PrefixSnapshotImportRequest, hints)
     await batter(channel, IMPORT, imports, import_frames(valid), rounds)
     header = valid[0]
     export = snapshot_pb2.PrefixSnapshotExportRequest(snapshot_id=header.snapshot_id, owner=1)
     free = snapshot_pb2.SnapshotFreeRequest(snapshot_ids=["other", "another"])
-    for method, request in ((EXPORT, export), (FREE, free)):
+    for method, request in ((EXPORT, export), (LIST, snapshot_pb2.SnapshotListRequest(holder_id="one")), (FREE, free)):
         streams = RandomStreams(method, type(request), hints)
         # One request each: a second message to a unary method never reaches it.
         seen: Counter[str] = Counter()

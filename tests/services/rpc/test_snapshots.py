@@ -22,6 +22,7 @@ from services.errors import (
     Unavailable,
 )
 from services.messages.snapshots import (
+    KeptSnapshot,
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
@@ -30,6 +31,7 @@ from services.messages.snapshots import (
     SnapshotTensor,
     SnapshotTrailer,
     frame_to_message,
+    kept_from_message,
 )
 from services.messages.tensors import CHUNK_BYTES
 from services.rpc.snapshots import SERVICE, RemoteSnapshots, SnapshotServicer
@@ -407,6 +409,35 @@ async def test_exports_of_nothing_are_refused(
     assert port.asked == []
 
 
+# --- list
+
+
+async def test_listing(port: FakeSnapshots, snapshots: RemoteSnapshots) -> None:
+    """All that is kept comes with its name, owner, tokens and what it builds on; nothing where nothing is."""
+    assert await snapshots.list_snapshots() == []
+    longer = replace(HEADER, snapshot_id="two", first_token=40, token_count=41, parent_id="one", owner=DRAFT)
+    for header in (HEADER, longer):
+        port.kept[header.owner, header.snapshot_id] = [header]
+    assert await snapshots.list_snapshots() == [
+        KeptSnapshot("one", STAGE, 40, None),
+        KeptSnapshot("two", DRAFT, 41, "one"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"snapshot_id": "", "owner": 1, "token_count": 1}, "snapshot_id"),
+        ({"snapshot_id": "a", "owner": 0, "token_count": 1}, "owner"),
+        ({"snapshot_id": "a", "owner": 2, "token_count": 0}, "token_count"),
+        ({"snapshot_id": "a", "owner": 2, "token_count": 1, "parent_id": "x" * 129}, "parent_id"),
+    ],
+)
+def test_what_cannot_be_kept_is_not_believed(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        kept_from_message(snapshot_pb2.SnapshotListResponse(**fields))
+
+
 # --- free
 
 
@@ -424,6 +455,7 @@ async def test_a_worker_that_is_gone(serve: Serve, dial: Dial, port: FakeSnapsho
     await server.stop(0)
     for call in (
         snapshots.free_snapshots(["a"]),
+        snapshots.list_snapshots(),
         snapshots.import_snapshot(Source(SMALL).frames),
         all_of(snapshots.export_snapshot(STAGE, "one")),
     ):

@@ -184,6 +184,24 @@ class PrefixSnapshotImportResponse(_message.Message):
     imported: PrefixSnapshotImported
     def __init__(self, wanted: _Optional[_Union[PrefixSnapshotWanted, _Mapping]] = ..., imported: _Optional[_Union[PrefixSnapshotImported, _Mapping]] = ...) -> None: ...
 
+class SnapshotListRequest(_message.Message):
+    __slots__ = ("holder_id",)
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    holder_id: str
+    def __init__(self, holder_id: _Optional[str] = ...) -> None: ...
+
+class SnapshotListResponse(_message.Message):
+    __slots__ = ("snapshot_id", "owner", "token_count", "parent_id")
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    snapshot_id: str
+    owner: SnapshotOwner
+    token_count: int
+    parent_id: str
+    def __init__(self, snapshot_id: _Optional[str] = ..., owner: _Optional[_Union[SnapshotOwner, str]] = ..., token_count: _Optional[int] = ..., parent_id: _Optional[str] = ...) -> None: ...
+
 class SnapshotFreeRequest(_message.Message):
     __slots__ = ("snapshot_ids", "holder_id")
     SNAPSHOT_IDS_FIELD_NUMBER: _ClassVar[int]

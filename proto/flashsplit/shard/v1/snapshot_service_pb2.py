@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flashsplit.shard.v1 import snapshot_pb2 as flashsplit_dot_shard_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flashsplit/shard/v1/snapshot_service.proto\x12\x13\x66lashsplit.shard.v1\x1a\"flashsplit/shard/v1/snapshot.proto2\xf6\x02\n\x0fSnapshotService\x12}\n\x14PrefixSnapshotExport\x12\x30.flashsplit.shard.v1.PrefixSnapshotExportRequest\x1a\x31.flashsplit.shard.v1.PrefixSnapshotExportResponse0\x01\x12\x7f\n\x14PrefixSnapshotImport\x12\x30.flashsplit.shard.v1.PrefixSnapshotImportRequest\x1a\x31.flashsplit.shard.v1.PrefixSnapshotImportResponse(\x01\x30\x01\x12\x63\n\x0cSnapshotFree\x12(.flashsplit.shard.v1.SnapshotFreeRequest\x1a).flashsplit.shard.v1.SnapshotFreeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flashsplit/shard/v1/snapshot_service.proto\x12\x13\x66lashsplit.shard.v1\x1a\"flashsplit/shard/v1/snapshot.proto2\xdd\x03\n\x0fSnapshotService\x12}\n\x14PrefixSnapshotExport\x12\x30.flashsplit.shard.v1.PrefixSnapshotExportRequest\x1a\x31.flashsplit.shard.v1.PrefixSnapshotExportResponse0\x01\x12\x7f\n\x14PrefixSnapshotImport\x12\x30.flashsplit.shard.v1.PrefixSnapshotImportRequest\x1a\x31.flashsplit.shard.v1.PrefixSnapshotImportResponse(\x01\x30\x01\x12\x65\n\x0cSnapshotList\x12(.flashsplit.shard.v1.SnapshotListRequest\x1a).flashsplit.shard.v1.SnapshotListResponse0\x01\x12\x63\n\x0cSnapshotFree\x12(.flashsplit.shard.v1.SnapshotFreeRequest\x1a).flashsplit.shard.v1.SnapshotFreeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.snapsho
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SNAPSHOTSERVICE']._serialized_start=104
-  _globals['_SNAPSHOTSERVICE']._serialized_end=478
+  _globals['_SNAPSHOTSERVICE']._serialized_end=581
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,11 @@ class SnapshotServiceStub:
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.PrefixSnapshotImportRequest.SerializeToString,
                 response_deserializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.PrefixSnapshotImportResponse.FromString,
                 _registered_method=True)
+        self.SnapshotList = channel.unary_stream(
+                '/flashsplit.shard.v1.SnapshotService/SnapshotList',
+                request_serializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotListRequest.SerializeToString,
+                response_deserializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotListResponse.FromString,
+                _registered_method=True)
         self.SnapshotFree = channel.unary_unary(
                 '/flashsplit.shard.v1.SnapshotService/SnapshotFree',
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotFreeRequest.SerializeToString,
@@ -73,6 +78,14 @@ class SnapshotServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SnapshotList(self, request, context):
+        """Every state that is kept, one a response, each behind what it builds on. So a process that takes the worker over
+        learns of what was kept for the one before it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SnapshotFree(self, request, context):
         """Forgets kept states.
         """
@@ -92,6 +105,11 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     servicer.PrefixSnapshotImport,
                     request_deserializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.PrefixSnapshotImportRequest.FromString,
                     response_serializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.PrefixSnapshotImportResponse.SerializeToString,
+            ),
+            'SnapshotList': grpc.unary_stream_rpc_method_handler(
+                    servicer.SnapshotList,
+                    request_deserializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotListRequest.FromString,
+                    response_serializer=flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotListResponse.SerializeToString,
             ),
             'SnapshotFree': grpc.unary_unary_rpc_method_handler(
                     servicer.SnapshotFree,
@@ -154,6 +172,33 @@ class SnapshotService:
             '/flashsplit.shard.v1.SnapshotService/PrefixSnapshotImport',
             flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.PrefixSnapshotImportRequest.SerializeToString,
             flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.PrefixSnapshotImportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SnapshotList(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flashsplit.shard.v1.SnapshotService/SnapshotList',
+            flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotListRequest.SerializeToString,
+            flashsplit_dot_shard_dot_v1_dot_snapshot__pb2.SnapshotListResponse.FromString,
             options,
             channel_credentials,
             insecure,

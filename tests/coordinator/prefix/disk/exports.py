@@ -79,7 +79,7 @@ async def export(
         layers=layers,
         first_token=first,
         token_count=len(token_ids),
-        parent_id=str(first) if first else None,
+        parent_id=lineage.snapshot_id(token_ids[:first]) if first else None,
         tensors=tuple(held),
     )
     pieces = [content(tensor, token_ids, first) for tensor in held]
