@@ -247,7 +247,7 @@ class Worker:
         )
 
     async def load(
-        self, part: LoadPart, holder: Holder | None = None
+        self, part: LoadPart, holder: Holder | None = None, *, ends_sessions: bool = False
     ) -> AsyncIterator[LoadProgress | WorkerDescription]:
         role = self.roles.get(part.role)
         if role is None:
@@ -263,6 +263,8 @@ class Worker:
                 self._lease.take(holder)
                 yield await self.describe()
                 return
+            if ends_sessions:
+                role.fail_sessions(Unavailable("this worker gets another part: the chain of the session is lost"))
             if not await _sessions_ended(role):
                 raise FailedPrecondition(
                     f"{role.open_sessions} sessions are open on what this worker holds: end them before loading "

@@ -244,10 +244,18 @@ class Cluster:
     def processes(self) -> dict[str, WorkerProcess]:
         """The workers that are children of this process and run, by what they are now: "stage 0", "draft worker",
         "stand-by 0"."""
-        named = {self._losses.name(index): member for index, member in enumerate(self._members)}
-        named |= {f"stand-by {number}": member for number, member in enumerate(self._standbys.members)}
-        found = {name: member.process for name, member in named.items() if member.process is not None}
+        found = {name: member.process for name, member in self._named.items() if member.process is not None}
         return {name: process for name, process in found.items() if process.process_id is not None}
+
+    @property
+    def places(self) -> dict[str, WorkerPlace]:
+        """Where the workers are, by what they are now, as in `processes`."""
+        return {name: member.place for name, member in self._named.items()}
+
+    @property
+    def _named(self) -> dict[str, Member]:
+        named = {self._losses.name(index): member for index, member in enumerate(self._members)}
+        return named | {f"stand-by {number}": member for number, member in enumerate(self._standbys.members)}
 
     @property
     def starts_workers(self) -> bool:
@@ -392,7 +400,7 @@ class Cluster:
         index = find_worker(worker, names, self._members)
         self._check_exchange()
         gone, to = self._members[index], to.strip()
-        stands_by = await self._standbys.take_named(to)
+        stands_by = await self._standbys.take_named(to, plan.roles(index))
         member = stands_by or Member(parse_place(to, "to"), plan.roles(index))
         if member.place.address is not None and member.place.address in (one.address for one in self._members):
             raise InvalidArgument(f"{to} has a part of this server already: name another worker", field="to")
@@ -417,9 +425,7 @@ class Cluster:
         self._check_exchange()
         if self._members[index] is not gone:
             raise FailedPrecondition(f"{successor.name} is another worker by now: try again", reason="WORKER_EXCHANGED")
-        if not self._peers.is_connected(member.address):
-            # Answers wait: no time to call it.
-            raise Unavailable(f"{successor.name}: the worker at {member.address} was lost before it took the place")
+        self.check_prepared(successor)
         self._still.clear()
         if self._watch is not None:
             self._watch.cancel()
@@ -440,6 +446,12 @@ class Cluster:
             self._still.set()
         self._prepared.discard(member.address)
         log.warning("cluster.exchanged", worker=successor.name, gone=str(gone.place), by=str(member.place))
+
+    def check_prepared(self, successor: Successor) -> None:
+        """Raise Unavailable where a worker that was prepared is lost by now. Answers wait: no time to call it again."""
+        address = successor.member.address
+        if not self._peers.is_connected(address):
+            raise Unavailable(f"{successor.name}: the worker at {address} was lost before it took the place")
 
     async def retire(self, successor: Successor) -> None:
         """Let the worker go whose place was taken: a child process ends."""
@@ -610,7 +622,8 @@ class Cluster:
                 losses.watch_process(index, member.process)
         self._plan, self._members, self._losses = plan, members, losses
         try:
-            await self._start()
+            # No session goes on over this, and a worker that is frozen ends none behind it.
+            await self._start(ends_sessions=True)
         except FlashsplitError as error:
             losses.trouble = losses.trouble or error
             raise
@@ -690,7 +703,8 @@ class Cluster:
 
     # --- starting
 
-    async def _start(self) -> None:
+    async def _start(self, *, ends_sessions: bool = False) -> None:
+        """Have all workers run and hold their parts. ends_sessions: as of `Loader.load_stage`."""
         launch = replace(
             self.launch, threads=self.launch.threads or threads_each([member.place for member in self._members])
         )
@@ -703,7 +717,7 @@ class Cluster:
             self._choose_split = None
         try:
             loads = [
-                self._loader.load_stage(self._losses.name(index), stage, address)
+                self._loader.load_stage(self._losses.name(index), stage, address, ends_sessions=ends_sessions)
                 for index, (stage, address) in enumerate(zip(self._plan.stages, chain, strict=True))
             ]
             # All at once: who asks meanwhile is told of the chain as it was.

@@ -64,8 +64,11 @@ class Loader:
     def __init__(self, peers: Peers, checkpoints: Checkpoints, reporter: LoadReporter) -> None:
         self._peers, self._checkpoints, self._reporter = peers, checkpoints, reporter
 
-    async def load_stage(self, part_name: str, plan: StagePlan, address: str) -> WorkerDescription:
+    async def load_stage(
+        self, part_name: str, plan: StagePlan, address: str, *, ends_sessions: bool = False
+    ) -> WorkerDescription:
         """Have a worker load a stage, and return its description. part_name: what it is called, like "stage 0".
+        ends_sessions: those that are open there on another stage end, and do not refuse it.
 
         Also raises FailedPrecondition for a worker without the role, and for one that keeps keys and values in another
         type than it was told, packs matrices otherwise, or scales RoPE otherwise.
@@ -95,7 +98,7 @@ class Loader:
         )
         try:
             progress = self._progress(f"{part_name} ({description.device})")
-            loaded = await when_free(lambda: worker.load(part, progress))
+            loaded = await when_free(lambda: worker.load(part, progress, ends_sessions=ends_sessions))
         except FlashsplitError as error:
             raise with_name(error, name) from error
         if loaded.target is not None and loaded.target.kv_dtype != checkpoints.kv_dtype:

@@ -120,12 +120,15 @@ class Standbys:
         chosen = self._choose([index], plan)
         return None if chosen is None else chosen[0].member.address
 
-    async def take_named(self, text: str) -> Member | None:
+    async def take_named(self, text: str, roles: Sequence[Role]) -> Member | None:
         """Return the worker that stands by at this place or address, which stands by no more; None where none does.
 
-        Raises FailedPrecondition for one that is not ready.
+        roles: what it must offer; one on a device that was started with others is passed over, since another one can be
+        started there. Raises FailedPrecondition for one that is not ready.
         """
         for one in self._workers:
+            if one.member.place.devices is not None and not {*roles} <= {*one.member.roles}:
+                continue
             if text == str(one.member.place) or (one.why is None and text == one.member.address):
                 if one.why is not None:
                     raise FailedPrecondition(

@@ -439,7 +439,10 @@ class PrefixCache:
 
     async def copy(self, successor: Successor, copied: set[tuple[SnapshotOwner, str]]) -> None:
         """Copy all that a worker keeps of prefixes to the one that is about to take its place, but for what is copied
-        already; what cannot be copied is forgotten."""
+        already; what cannot be copied is forgotten.
+
+        Raises Unavailable where the other worker is lost.
+        """
         gone = successor.gone.address, successor.gone_process_id
         for keepers, index in [*self._indices.values()]:
             owners = [
@@ -456,6 +459,8 @@ class PrefixCache:
                     try:
                         await self._copy_part(entry, owner, successor)
                     except FlashsplitError as error:
+                        # Then nothing is wrong with the prefix.
+                        self._cluster.check_prepared(successor)
                         log.info("prefix.not_copied", slot=snapshot_id[:12], why=error.message)
                         self.drop([snapshot_id])
                     else:

@@ -56,13 +56,21 @@ def failure_fields(error: FlashsplitError) -> dict[str, Any]:
 class WorkerProcess:
     """A child worker on `device` offering `roles`; use `start`, then `address`, and in any case `stop`.
 
-    It keeps to so much `memory` of each device, like "8GiB", or may use all of it.
+    It keeps to so much `memory` of each device, like "8GiB", or may use all of it. It listens at `listen`, HOST:PORT,
+    or else at a Unix socket of its own.
     """
 
     def __init__(
-        self, device: str, roles: Sequence[str], launch: Launch = DEFAULT_LAUNCH, memory: str | None = None
+        self,
+        device: str,
+        roles: Sequence[str],
+        launch: Launch = DEFAULT_LAUNCH,
+        memory: str | None = None,
+        *,
+        listen: str | None = None,
     ) -> None:
         self.device, self._roles, self._launch, self._memory = device, tuple(roles), launch, memory
+        self._listen = listen
         self._scratch: Scratch | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
@@ -72,8 +80,8 @@ class WorkerProcess:
 
     @property
     def address(self) -> str:
-        """The address of the worker's Unix socket, `unix:PATH`."""
-        return f"unix:{self._directory / 'worker.sock'}"
+        """Where the worker listens, as HOST:PORT or `unix:PATH`."""
+        return self._listen or f"unix:{self.directory / 'worker.sock'}"
 
     @property
     def process_id(self) -> int | None:
@@ -86,11 +94,11 @@ class WorkerProcess:
         Raises FailedPrecondition when it refuses its command line, WorkerFailed when it ends or doesn't listen in time.
         """
         self._scratch = Scratch()
-        self._log = WorkerLog(self._directory / "worker.log")
+        self._log = WorkerLog(self.directory / "worker.log")
         child_end, self._lifeline = os.pipe()
         arguments = [
             *self._launch.command(self.device),
-            *("--listen", self.address, "--lifeline-fd", str(child_end), "--scratch", str(self._directory)),
+            *("--listen", self.address, "--lifeline-fd", str(child_end), "--scratch", str(self.directory)),
             *self._launch.arguments(self.device, self._roles, self._memory),
         ]
         try:
@@ -152,16 +160,16 @@ class WorkerProcess:
             self._scratch = None
 
     @property
-    def _directory(self) -> Path:
+    def directory(self) -> Path:
+        """The worker's scratch directory."""
         assert self._scratch is not None, "start() comes first"
         return self._scratch.path
 
     async def _wait_until_listening(self) -> None:
         assert self._process is not None
-        socket = self._directory / "worker.sock"
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                while not socket.exists():
+                while not await self._listens():
                     if self._process.returncode is not None:
                         self._raise_early_exit(self._process.returncode)
                     await asyncio.sleep(0.02)
@@ -171,6 +179,17 @@ class WorkerProcess:
                 self._log.last_lines(),
                 device=self.device,
             ) from None
+
+    async def _listens(self) -> bool:
+        if self._listen is None:
+            return (self.directory / "worker.sock").exists()
+        host, _, port = self._listen.rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     def _raise_early_exit(self, code: int) -> None:
         text = self._log.text().strip()

@@ -44,10 +44,13 @@ class WorkerPort(Protocol):
     async def describe(self) -> WorkerDescription:
         """Return what the worker is and what it holds."""
 
-    def load(self, part: LoadPart, holder: Holder | None) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    def load(
+        self, part: LoadPart, holder: Holder | None, *, ends_sessions: bool
+    ) -> AsyncIterator[LoadProgress | WorkerDescription]:
         """Load a part; yield progress, and at the end the worker's new description.
 
-        holder: the process whose alone the worker is from then on; None for anybody's.
+        holder: the process whose alone the worker is from then on; None for anybody's. ends_sessions: sessions that are
+        open on another part end with Unavailable.
 
         Raises InvalidArgument for a checkpoint that does not fit, FailedPrecondition when sessions are open on
         another one, or another process holds the worker, Unimplemented for a family, format or role that the worker
@@ -88,7 +91,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
-            async for event in self._port.load(part_from_message(request), holder_from_message(request)):
+            part, holder = part_from_message(request), holder_from_message(request)
+            async for event in self._port.load(part, holder, ends_sessions=request.ends_sessions):
                 if isinstance(event, LoadProgress):
                     progress = pb.LoadProgress(loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes)
                     await context.write(pb.LoadResponse(progress=progress))
@@ -143,10 +147,13 @@ class RemoteWorker:
         self,
         part: LoadPart,
         on_progress: Callable[[LoadProgress], None] = lambda progress: None,
+        *,
+        ends_sessions: bool = False,
     ) -> WorkerDescription:
-        """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
+        """Load a part and return the worker's new description; arguments and errors as in `WorkerPort.load`."""
         worker = None
         request, holder = part_to_message(part), own_holder()
+        request.ends_sessions = ends_sessions
         request.holder.holder_id, request.holder.name = holder.holder_id, holder.name
         stream = ClientStream(self._stub.Load(request), address=self._address)
         self._guard(stream)

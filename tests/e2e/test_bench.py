@@ -237,14 +237,17 @@ def test_two_reports_side_by_side(report: Path, tmp_path: Path) -> None:
     assert "second:" not in text
 
 
+NO_FAULTS = ("--kills", 0, "--stops", 0, "--drains", 0, "--pauses", 0, "--cuts", 0)
+"""What stands behind it counts."""
+
 FAULTS = ("faults", "--dtype", "float32", "--exact", "--threads", 1, "--json")
 
 
 def test_faults_lose_nothing() -> None:
     """The worker of a small model is killed while it decodes, and while a prefix comes from the disk, and drained while
     it decodes: all answers survive with their tokens, and nothing is left behind."""
-    asked = ("--kills", 2, "--stops", 0, "--drains", 1, "--workers", 1, "--requests", 1, "--phases", "decode,restore")
-    found = json.loads(here(*FAULTS, *PAIR[:2], *asked))
+    asked = ("--kills", 2, "--drains", 1, "--workers", 1, "--requests", 1, "--phases", "decode,restore")
+    found = json.loads(here(*FAULTS, *NO_FAULTS, *PAIR[:2], *asked))
     assert [(row["fault"], row["phase"], row["faults"]) for row in found["rows"]] == [
         ("kill", "decode", 1),
         ("kill", "restore", 1),
@@ -260,11 +263,34 @@ def test_faults_lose_nothing() -> None:
 @pytest.mark.timeout(600)
 def test_faults_in_every_phase() -> None:
     """With a draft, beside the last stage and apart, and a worker that stands by."""
-    asked = ("--kills", 12, "--stops", 0, "--drains", 6, "--workers", 2, "--requests", 2, "--standby", "cpu")
-    found = json.loads(bench(*FAULTS, *PAIR, *asked, timeout=600))
-    assert {row["phase"] for row in found["rows"]} == {"loading", "prefill", "decode", "verify", "save", "restore"}
+    asked = ("--kills", 14, "--drains", 6, "--workers", 2, "--requests", 2, "--standby", "cpu")
+    found = json.loads(bench(*FAULTS, *NO_FAULTS, *PAIR, *asked, timeout=600))
+    phases = {"loading", "prefill", "decode", "verify", "save", "restore", "hand-over"}
+    assert {row["phase"] for row in found["rows"]} == phases
     assert sum(row["resumed"] for row in found["rows"]) > 0
     assert (found["left"], found["wrong"]) == ([], [])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_processes")
+@pytest.mark.parametrize("fault", ["pause", "cut"])
+def test_faults_that_pass(fault: str) -> None:
+    """A worker that runs apart is stopped for a while, or cut off: the answer waits until it is back, as there is no
+    other worker, and has its tokens."""
+    asked = (f"--{fault}s", 1, "--pause-for", 5, "--workers", 1, "--requests", 1, "--phases", "decode")
+    line = [sys.executable, "-m", "coordinator", "bench", *map(str, (*FAULTS, *NO_FAULTS, *PAIR[:2], *asked))]
+    if fault == "cut":
+        space = ["unshare", "--user", "--map-root-user", "--net"]
+        if subprocess.run([*space, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("no network namespace can be made here")
+        line = [*space, *line]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [row] = found["rows"]
+    assert (row["fault"], row["answers"], row["resumed"], row["unnoticed"]) == (fault, 1, 1, 0)
+    assert row["noticed_longest_ms"] < row["silence_longest_ms"]
+    assert (found["left"], found["wrong"], found["missed"], found["no_cuts"]) == ([], [], [], None)
 
 
 def test_faults_need_workers_that_may_be_ended() -> None:

@@ -312,6 +312,7 @@ class FakeWorker:
         self.description = description
         self.fault: BaseException | None = None
         self.loaded: list[LoadTarget | LoadDraft] = []
+        self.ends_sessions: list[bool] = []
         self.measured: list[MeasureRequest] = []
         self.echoed: list[int] = []
         self.hold: asyncio.Event | None = None
@@ -335,9 +336,10 @@ class FakeWorker:
         return len(payload)
 
     async def load(
-        self, part: LoadTarget | LoadDraft, holder: Holder | None
+        self, part: LoadTarget | LoadDraft, holder: Holder | None, *, ends_sessions: bool
     ) -> AsyncIterator[LoadProgress | WorkerDescription]:
         self.loading += 1
+        self.ends_sessions.append(ends_sessions)
         try:
             yield LoadProgress(1, 4)
             if self.hold is not None:

@@ -93,6 +93,25 @@ async def test_the_same_part_is_not_loaded_twice(worker: Worker, tiny: Tiny, tmp
     assert other.target.layers == LayerRange(2, 4)
 
 
+async def test_sessions_of_a_lost_chain_end_for_another_part(worker: Worker, tiny: Tiny) -> None:
+    """Where the load says so, though nobody has closed them: they learn why."""
+    await load(worker, target_part(tiny, draft=False))
+    client = await opened(worker, speculate=False)
+    other = LoadTarget(str(tiny.path("qwen3")), LayerRange(0, 2))
+
+    async def load_other() -> None:
+        _ = [event async for event in worker.load(other, ends_sessions=True)]
+
+    loading = asyncio.ensure_future(load_other())
+    with pytest.raises(Unavailable, match="the chain of the session is lost"):
+        _ = [event async for event in client.events]
+    await client.session.close()
+    await loading
+    described = await worker.describe()
+    assert described.target is not None
+    assert described.target.layers == LayerRange(0, 2)
+
+
 async def test_nothing_is_replaced_under_open_sessions(worker: Worker, tiny: Tiny) -> None:
     """While a session is open another part is refused; the same one is fine."""
     part = draft_part(tiny, HeadPlace.PROJECTED)
@@ -179,8 +198,11 @@ def target_part(tiny: Tiny, name: str = "qwen3", draft: bool = True) -> LoadTarg
     return LoadTarget(str(tiny.path(name)), LayerRange(0, 4), None, capture)
 
 
-async def opened(worker: Worker, holder_id: str | None = None) -> Client:
-    """A session over the whole target and the draft beside it, with ten tokens. holder_id: of the process that asks."""
+async def opened(worker: Worker, holder_id: str | None = None, *, speculate: bool = True) -> Client:
+    """A session over the whole target and the draft beside it, with ten tokens.
+
+    holder_id: of the process that asks. speculate: with the draft.
+    """
     described = await worker.describe()
     assert described.target is not None
     role = worker.roles[Role.TARGET]
@@ -195,7 +217,7 @@ async def opened(worker: Worker, holder_id: str | None = None) -> Client:
         50,
         8,
         0,
-        draft=DraftRoute(),
+        draft=DraftRoute() if speculate else None,
         holder_id=holder_id,
     )
     client = Client(await role.open(request))

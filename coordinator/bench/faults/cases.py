@@ -14,7 +14,8 @@ class Phase(StrEnum):
 
     PREFILL, DECODE, VERIFY: at a step of that kind. LOADING: at a step of an answer, and once more while the worker
     that takes the lost one's place loads. SAVE: while the state of prompts is being kept, in memory or on disk.
-    RESTORE: while such state comes from the disk.
+    RESTORE: while such state comes from the disk. HANDOVER: at a step of an answer, while the worker hands all that it
+    has over to another one; one of both meets it.
     """
 
     LOADING = "loading"
@@ -23,33 +24,64 @@ class Phase(StrEnum):
     VERIFY = "verify"
     SAVE = "save"
     RESTORE = "restore"
+    HANDOVER = "hand-over"
+
+
+class Site(StrEnum):
+    """Where a cluster's workers run: as children of this process, apart from it and called at their sockets, or on
+    hosts of their own, which are network namespaces."""
+
+    CHILDREN = "children"
+    APART = "apart"
+    LINKED = "linked"
 
 
 class Fault(StrEnum):
-    """What befalls a worker: its process is killed (SIGKILL), stopped and not continued (SIGSTOP), or drained: another
-    one takes its place, and it ends."""
+    """What befalls a worker.
+
+    KILL, STOP: its process is killed (SIGKILL), or stopped and not continued (SIGSTOP). DRAIN: another one takes its
+    place, and it ends. PAUSE: it is stopped, and goes on after a while. CUT: the link to it drops all packets for a
+    while.
+    """
 
     KILL = "kill"
     STOP = "stop"
     DRAIN = "drain"
+    PAUSE = "pause"
+    CUT = "cut"
 
     @property
     def phases(self) -> list[Phase]:
-        """When it can be: where nobody is lost, nobody loads for a lost one."""
-        return [phase for phase in Phase if self is not Fault.DRAIN or phase is not Phase.LOADING]
+        """When it can be: where nobody is started for a lost one, nobody loads for it, nor takes over from it."""
+        ends = self in (Fault.KILL, Fault.STOP)
+        return [phase for phase in Phase if ends or phase not in (Phase.LOADING, Phase.HANDOVER)]
 
-    def befalls(self, worker: str) -> bool:
-        """Return whether it can befall a worker of this name: one that stands by has no place to be taken."""
-        return self is not Fault.DRAIN or not worker.startswith("stand-by")
+    @property
+    def site(self) -> Site:
+        """Where the workers run that it befalls: who starts its own workers ends them too when they are silent."""
+        return {Fault.PAUSE: Site.APART, Fault.CUT: Site.LINKED}.get(self, Site.CHILDREN)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the worker is there again after a while, by itself."""
+        return self.site is not Site.CHILDREN
+
+    def befalls(self, worker: str, phase: Phase) -> bool:
+        """Return whether it can befall a worker of this name then: one that stands by has no place to be taken, and
+        nobody waits for it."""
+        ends = self in (Fault.KILL, Fault.STOP) and phase is not Phase.HANDOVER
+        return ends or not worker.startswith("stand-by")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A cluster: its number of stages, whether the draft has a worker of its own, and how many workers stand by."""
+    """A cluster: its number of stages, whether the draft has a worker of its own, how many workers stand by, and where
+    all of them run."""
 
     stages: int
     draft_apart: bool
     standbys: int = 0
+    site: Site = Site.CHILDREN
 
     @property
     def workers(self) -> list[str]:
@@ -89,7 +121,7 @@ def spread_cases(
                 for shape in shapes
                 for worker in shape.workers
                 for many in requests
-                if fault.befalls(worker)
+                if fault.befalls(worker, phase) and shape.site is fault.site
             ]
             draw.shuffle(kinds)
             everything[phase] = itertools.cycle(kinds)

@@ -15,9 +15,11 @@ from typing import Annotated
 import click
 
 from coordinator.bench.counts import counts_option
-from coordinator.bench.faults.cases import Fault, Phase, Shape, spread_cases
+from coordinator.bench.faults.cases import Fault, Phase, Shape, Site, spread_cases
 from coordinator.bench.faults.drill import Drill, Outcome
+from coordinator.bench.faults.elsewhere import Elsewhere
 from coordinator.bench.faults.figures import summarise, table
+from coordinator.bench.faults.switch import why_no_switch
 from coordinator.bench.faults.traces import Traces, Watched
 from coordinator.bench.report import OutputOptions
 from coordinator.cli.command import Command
@@ -61,11 +63,33 @@ class FaultOptions:
             metavar="N",
         ),
     ] = 12
+    pauses: Annotated[
+        int,
+        Flag(
+            "How often a worker that runs apart, as on another host, is stopped (SIGSTOP) and goes on later.",
+            type=click.IntRange(0),
+            metavar="N",
+        ),
+    ] = 2
+    cuts: Annotated[
+        int,
+        Flag(
+            "How often the link to a worker drops all packets for a while. Workers have network namespaces of their "
+            "own for that, within the one of this command; where that cannot be, the last line says why.",
+            type=click.IntRange(0),
+            metavar="N",
+        ),
+    ] = 2
+    pause_for: Annotated[
+        float,
+        Flag("How long those pauses and cuts last.", type=click.FloatRange(0, min_open=True), metavar="SECONDS"),
+    ] = 30.0
     phases: Annotated[
         str | None,
         Flag(
             f"When, joined by commas, of {', '.join(Phase)}: at a step of that kind; while the worker that takes the "
-            "lost one's place loads; while prompts' states are kept, or come from the disk.  [default: all]",
+            "lost one's place loads; while prompts' states are kept, or come from the disk; while another worker "
+            "takes its place.  [default: all]",
             metavar="PHASE[,PHASE…]",
         ),
     ] = None
@@ -74,7 +98,13 @@ class FaultOptions:
     @property
     def counts(self) -> dict[Fault, int]:
         """How many of each fault."""
-        return {Fault.KILL: self.kills, Fault.STOP: self.stops, Fault.DRAIN: self.drains}
+        return {
+            Fault.KILL: self.kills,
+            Fault.STOP: self.stops,
+            Fault.DRAIN: self.drains,
+            Fault.PAUSE: self.pauses,
+            Fault.CUT: self.cuts,
+        }
 
     def chosen(self, *, has_draft: bool) -> list[Phase]:
         """Return the phases. Raises InvalidArgument for an unknown one, and for one that there is not."""
@@ -112,10 +142,16 @@ async def faults(
 
     Starts clusters on this host, one for each number of stages, and with --draft one more each that has the draft in a
     worker of its own. Every kind of worker is lost in every phase of answers: while prompts are computed, while tokens
-    are, while prefixes are kept or restored, and again while the lost one is being replaced. Each answer (greedy, with
-    penalties and seeded; drafted and plain) is compared with the answer to the same request undisturbed. Nothing else
-    on this host is touched; the prefixes go to a temporary directory. A fault takes about five seconds with a small
-    model. Ctrl-C ends all that was started and shows the figures so far.
+    are, while prefixes are kept or restored, while it is handed over, and again while the lost one is being replaced.
+    Others are stopped for a while and go on, or are cut off from all others and reached again. Each answer (greedy,
+    with penalties and seeded; drafted and plain) is compared with the answer to the same request undisturbed. Nothing
+    else on this host is touched; the prefixes go to a temporary directory. A fault takes about five seconds with a
+    small model, a pause or a cut as long as --pause-for says. To cut links, start it in a network of its own:
+
+    \b
+      unshare --user --map-root-user --net flashsplit bench faults --model DIR --kills 0 --cuts 4 --pause-for 60
+
+    Ctrl-C ends all that was started and shows the figures so far.
 
     Exit status 0 says that no answer was lost, none came out otherwise, and nothing was left behind: no process, no
     directory, no socket, no shared memory. 1 says that something of it happened; the table tells what. On CPUs give
@@ -124,12 +160,17 @@ async def faults(
     files = read_model_files(model.model)
     check(cluster, standby, files)
     shapes = [
-        Shape(stages, apart, len(standby.places))
+        Shape(stages, apart, len(standby.places), site)
+        for site in Site
         for stages in workers
         for apart in ((False, True) if model.draft is not None else (False,))
     ]
     phases = wanted.chosen(has_draft=model.draft is not None)
-    cases = spread_cases(shapes, phases, requests, wanted.counts, wanted.seed)
+    counts = wanted.counts
+    no_cuts = why_no_switch() if counts[Fault.CUT] else None
+    if no_cuts is not None:
+        counts[Fault.CUT] = 0
+    cases = spread_cases(shapes, phases, requests, counts, wanted.seed)
     outcomes: list[Outcome] = []
     left: list[str] = []
     measured: list[WorkerDescription] = []
@@ -143,11 +184,11 @@ async def faults(
             for shape, of_shape in itertools.groupby(cases, key=lambda case: case.shape):
                 watched = Watched()
                 before = watched.traces()
-                async with started(files, model, cluster, standby, shape, folder) as running:
+                async with started(files, model, cluster, standby, shape, folder) as (running, elsewhere):
                     assert running.cache is not None
                     measured = [*running.cluster.workers]
-                    drill = Drill(running, running.cache, files, watched)
-                    async with supervised(running.cluster):
+                    drill = Drill(running, running.cache, files, watched, elsewhere, wanted.pause_for)
+                    async with supervised(running.cluster, quiet=drill.quiet):
                         for case in of_shape:
                             place = f"{case.fault} {case.worker} of {shape.stages}, {case.phase}"
                             progress.update(task, description=place)
@@ -155,7 +196,7 @@ async def faults(
                             progress.advance(task)
                 left += await left_behind(watched, before)
     finally:
-        show(output, outcomes, left, measured)
+        show(output, outcomes, left, measured, no_cuts)
     if left or not all(row.is_clean for row in summarise(outcomes)):
         raise FailedPrecondition("answers were lost or came out otherwise, or something was left behind: see above")
 
@@ -183,18 +224,28 @@ def check(cluster: ClusterOptions, standby: StandbyOptions, files: ModelFiles) -
 @contextlib.asynccontextmanager
 async def started(
     files: ModelFiles, model: ModelOptions, cluster: ClusterOptions, standby: StandbyOptions, shape: Shape, folder: str
-) -> AsyncIterator[StartedModel]:
-    """Start a cluster of this shape, that keeps prefixes in a directory of its own within the folder."""
-    placement = replace(
-        cluster.placement,
-        target_devices=",".join(["cpu"] * shape.stages),
-        draft_device="cpu" if shape.draft_apart else None,
-    )
-    store = StoreOptions(kv_cache_dir=str(Path(folder, f"{shape.stages}-{shape.draft_apart}")))
+) -> AsyncIterator[tuple[StartedModel, Elsewhere | None]]:
+    """Start a cluster of this shape, that keeps prefixes in a directory of its own within the folder; with its workers,
+    where they are no children of it."""
+    store = StoreOptions(kv_cache_dir=str(Path(folder, f"{shape.stages}-{shape.draft_apart}-{shape.site}")))
     prefix = PrefixOptions(store=store, kv_cache_min_tokens=64)
-    options = replace(cluster, placement=placement)
-    async with start_model(files, model.draft, options, prefix, standby=standby) as running:
-        yield running
+    async with contextlib.AsyncExitStack() as stack:
+        places, elsewhere = ["cpu"] * len(shape.workers), None
+        if shape.site is not Site.CHILDREN:
+            elsewhere = await stack.enter_async_context(Elsewhere(shape, cluster.launch(prefix.worker_bytes)))
+            places = elsewhere.addresses
+            # The workers have these by now.
+            own = replace(cluster.workers, threads=None, gpu_memory_utilization=None, worker_command=())
+            cluster = replace(cluster, workers=own)
+            standby = replace(standby, standby=",".join(places[len(places) - shape.standbys :]) or None)
+        placement = replace(
+            cluster.placement,
+            target_devices=",".join(places[: shape.stages]),
+            draft_device=places[shape.stages] if shape.draft_apart else None,
+        )
+        options = replace(cluster, placement=placement)
+        running = await stack.enter_async_context(start_model(files, model.draft, options, prefix, standby=standby))
+        yield running, elsewhere
 
 
 async def left_behind(watched: Watched, before: Traces) -> list[str]:
@@ -206,9 +257,14 @@ async def left_behind(watched: Watched, before: Traces) -> list[str]:
 
 
 def show(
-    output: OutputOptions, outcomes: Sequence[Outcome], left: Sequence[str], measured: Sequence[WorkerDescription]
+    output: OutputOptions,
+    outcomes: Sequence[Outcome],
+    left: Sequence[str],
+    measured: Sequence[WorkerDescription],
+    no_cuts: str | None,
 ) -> None:
-    """Print the figures so far, with what went wrong where, and what was left behind."""
+    """Print the figures so far, with what went wrong where, and what was left behind. no_cuts: why no link could be
+    cut; None where none was to be, or it could."""
     rows = summarise(outcomes)
     wrong = [line for outcome in outcomes for line in faulty(outcome)]
     missed = [where(outcome) for outcome in outcomes if not outcome.befell]
@@ -216,8 +272,11 @@ def show(
         *wrong,
         *([f"these found no such worker or phase: {'; '.join(missed)}"] if missed else []),
         "left behind: " + (", ".join(left) or "nothing"),
+        *([f"no link was cut: {no_cuts}"] if no_cuts is not None else []),
     ]
-    output.show(rows, table(rows), measured, note="\n".join(notes), left=left, wrong=wrong, missed=missed)
+    output.show(
+        rows, table(rows), measured, note="\n".join(notes), left=left, wrong=wrong, missed=missed, no_cuts=no_cuts
+    )
 
 
 def where(outcome: Outcome) -> str:

@@ -16,8 +16,11 @@ from typing import Any
 
 from coordinator.answer import Answer, Request
 from coordinator.bench.faults.cases import Case, Fault, Phase
+from coordinator.bench.faults.elsewhere import Elsewhere
 from coordinator.bench.faults.traces import Watched
 from coordinator.cli.started_model import StartedModel
+from coordinator.cluster.successor import Successor
+from coordinator.cluster.supervisor import Quiet
 from coordinator.engine.engine import Engine
 from coordinator.engine.handover import Handover
 from coordinator.engine.step_times import StepTaken
@@ -40,7 +43,11 @@ _LOOK_S, _SHORT_S = 0.01, 0.001
 _LONGEST_DELAY_S = 0.02
 """How much later than at the first moment of saving or loading prefixes a worker is lost, at most."""
 
+_LONGEST_HANDOVER_S = 0.2
+"""How long after its beginning a hand-over is disturbed, at most: it is over by then or goes on for little longer."""
+
 _STEPS_OF = {
+    Phase.HANDOVER: (StepKind.DECODE, StepKind.VERIFY),
     Phase.LOADING: (StepKind.DECODE, StepKind.VERIFY),
     Phase.PREFILL: (StepKind.PREFILL,),
     Phase.DECODE: (StepKind.DECODE,),
@@ -80,7 +87,8 @@ class Outcome:
 
     befell: whether there was that worker, and that phase; otherwise nothing was done to anybody. told: of the answers
     in flight and, where prefixes were concerned, of the same ones asked for once more. undisturbed: the answers to the
-    same requests, without kept prefixes.
+    same requests, without kept prefixes. at: when it happened, by `time.monotonic`. noticed_s: how long afterwards the
+    cluster knew of a fault that passes; None for other faults, and where it never did.
     """
 
     case: Case
@@ -88,12 +96,24 @@ class Outcome:
     told: Sequence[Told]
     undisturbed: Sequence[Answer]
     at: float
+    noticed_s: float | None = None
 
 
 class Drill:
-    """One cluster, and the answers that it gives. watched: is told of all workers that there are."""
+    """One cluster, and the answers that it gives."""
 
-    def __init__(self, started: StartedModel, cache: PrefixCache, files: ModelFiles, watched: Watched) -> None:
+    def __init__(
+        self,
+        started: StartedModel,
+        cache: PrefixCache,
+        files: ModelFiles,
+        watched: Watched,
+        elsewhere: Elsewhere | None = None,
+        lasts_s: float = 0.0,
+    ) -> None:
+        """watched: is told of all workers that there are. elsewhere: the cluster's workers, where they are not its
+        children. lasts_s: how long a fault lasts that passes."""
+        self._elsewhere, self._lasts_s = elsewhere, lasts_s
         self._cluster, self._cache, self._files, self._watched = started.cluster, cache, files, watched
         self._engine = Engine(started.cluster, files, cache, name="faults", resume_timeout_s=WHOLE_S)
         self._engine.step_listeners.append(self._count_step)
@@ -116,18 +136,27 @@ class Drill:
             self._cache.drop_all()
             await self._settled()
         # Beforehand: it takes longer than answers do.
-        successor = await self._cluster.prepare(case.worker, "cpu") if case.fault is Fault.DRAIN else None
+        is_drained = case.fault is Fault.DRAIN or case.phase is Phase.HANDOVER
+        successor = await self._cluster.prepare(case.worker, "cpu") if is_drained else None
         self._awaited, self._countdown = _STEPS_OF.get(case.phase, ()), draw.randrange(1, 2 + 3 * case.requests)
         self._reached = asyncio.Event()
         asking = asyncio.ensure_future(self._ask_all(self._engine, requests))
+        passing: asyncio.Task[float | None] | None = None
         try:
             await self._moment(asking, draw)
-            at = time.monotonic()
-            lost = None if asking.done() else self._process_id(case.worker)
-            if successor is None:
+            at, befell = time.monotonic(), not asking.done()
+            lost = self._process_id(case.worker) if befell else None
+            if case.fault.passes:
+                if befell:
+                    passing = asyncio.ensure_future(self._pass(case))
+            elif successor is None:
+                befell = lost is not None
                 self._strike(lost, case.fault)
-            else:
+            elif case.fault is Fault.DRAIN:
                 await Handover(self._engine).hand_over(successor)
+            else:
+                lost = await self._strike_meanwhile(successor, case, draw)
+                befell = lost is not None
             if case.phase is Phase.LOADING and lost is not None:
                 while self._process_id(case.worker) in (lost, None) and not asking.done():
                     await asyncio.sleep(_SHORT_S)
@@ -135,8 +164,12 @@ class Drill:
                 await asyncio.sleep(draw.random() * _LONGEST_DELAY_S)
                 self._strike(self._process_id(case.worker), case.fault)
             told = await asking
+            noticed_s = None if passing is None else await passing
         finally:
             asking.cancel()
+            if passing is not None:
+                passing.cancel()
+                await asyncio.wait([passing])
         self._watch()
         await self._whole(lost)
         undisturbed = []
@@ -147,7 +180,47 @@ class Drill:
         if case.phase in (Phase.SAVE, Phase.RESTORE):
             told += await self._ask_all(self._engine, requests)
             undisturbed *= 2
-        return Outcome(case, lost is not None, told, undisturbed, at)
+        return Outcome(case, befell, told, undisturbed, at, noticed_s)
+
+    @property
+    def quiet(self) -> Quiet:
+        """The context within which no answer is given, once those that were asked for have ended."""
+        return self._engine.quiet
+
+    async def _strike_meanwhile(self, successor: Successor, case: Case, draw: random.Random) -> int | None:
+        """Hand a worker over to another one, and have one of both meet the fault meanwhile; return its process."""
+        taking = successor.member.process
+        assert taking is not None
+        self._watch()
+        self._watched.see(taking)
+        struck = taking.process_id if draw.random() < 0.5 else self._process_id(case.worker)
+        handing = asyncio.ensure_future(Handover(self._engine).hand_over(successor))
+        await asyncio.sleep(draw.random() * _LONGEST_HANDOVER_S)
+        self._strike(struck, case.fault)
+        with contextlib.suppress(FlashsplitError):
+            # Where it fails, answers go on behind the loss.
+            await handing
+        return struck
+
+    async def _pass(self, case: Case) -> float | None:
+        """Have a worker meet a fault that passes, and return after how many seconds the cluster knew of it; None where
+        it never did."""
+        assert self._elsewhere is not None
+        began, place = time.monotonic(), self._cluster.places[case.worker]
+        assert place.address is not None
+        index = case.shape.workers.index(case.worker)
+        end = self._elsewhere.strike(place.address, case.fault)
+        noticed_s = None
+        try:
+            while (lasted_s := time.monotonic() - began) < self._lasts_s:
+                # Where another one has its place already, it was known before.
+                is_known = self._cluster.loss(index) is not None or self._cluster.places.get(case.worker) != place
+                if noticed_s is None and is_known:
+                    noticed_s = lasted_s
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            end()
+        return noticed_s
 
     async def _moment(self, asking: asyncio.Future[list[Told]], draw: random.Random) -> None:
         """Wait until the phase is there in which the fault is to happen, or all answers have ended."""
@@ -181,6 +254,7 @@ class Drill:
                 while (
                     (lost is not None and lost in map(self._process_id, cluster.processes))
                     or not cluster.alive
+                    or cluster.degraded is not None
                     or (cluster.draft is None and cluster.draft_worker is not None)
                     or any(one.why is not None for one in cluster.standbys)
                 ):
@@ -197,7 +271,8 @@ class Drill:
 
     def _watch(self) -> None:
         """Note which workers there are."""
-        for process in self._cluster.processes.values():
+        elsewhere = [] if self._elsewhere is None else self._elsewhere.processes
+        for process in (*self._cluster.processes.values(), *elsewhere):
             self._watched.see(process)
 
     def _request(self, case: Case, number: int) -> Request:

@@ -20,7 +20,9 @@ class FaultFigures:
     faults: how many workers met one. answers: all that were asked for; resumed: those of them that went on behind a
     lost chain; lost: that ended with an error; different: that have other tokens than undisturbed; damaged: whose text,
     as it came in pieces, is not that of the undisturbed answer. silence: the longest time without a new token that the
-    client of an answer in flight saw from the fault on: its median over the answers, and the longest.
+    client of an answer in flight saw from the fault on: its median over the answers, and the longest. noticed: how long
+    the cluster took to know of faults that pass, at the longest; 0 for other faults. unnoticed: how many it never knew
+    of.
     """
 
     fault: str
@@ -33,6 +35,8 @@ class FaultFigures:
     damaged: int
     silence_median_ms: float
     silence_longest_ms: float
+    noticed_longest_ms: float
+    unnoticed: int
 
     @property
     def is_clean(self) -> bool:
@@ -70,16 +74,29 @@ def _figures(fault: Fault, phase: Phase, outcomes: Sequence[Outcome]) -> FaultFi
         damaged=sum("".join(told.texts) != alone.text for told, _, alone in answered),
         silence_median_ms=statistics.median(silences or [0.0]),
         silence_longest_ms=max(silences, default=0.0),
+        noticed_longest_ms=max(1e3 * (outcome.noticed_s or 0.0) for outcome in outcomes),
+        unnoticed=sum(fault.passes and outcome.noticed_s is None for outcome in outcomes),
     )
 
 
 def table(rows: Sequence[FaultFigures]) -> Table:
     """Return the figures for people."""
     figures = empty_table(
-        "", "", "faults", "answers", "resumed", "lost", "other tokens", "other text", "silence p50 ms", "longest ms"
+        "",
+        "",
+        "faults",
+        "answers",
+        "resumed",
+        "lost",
+        "other tokens",
+        "other text",
+        "silence p50 ms",
+        "longest ms",
+        "noticed ms",
     )
     for row in rows:
         counts = (row.faults, row.answers, row.resumed, row.lost, row.different, row.damaged)
         silences = (row.silence_median_ms, row.silence_longest_ms)
-        figures.add_row(row.fault, row.phase, *map(str, counts), *(f"{silence:.0f}" for silence in silences))
+        noticed = f"{row.noticed_longest_ms:.0f}" if row.noticed_longest_ms else ""
+        figures.add_row(row.fault, row.phase, *map(str, counts), *(f"{silence:.0f}" for silence in silences), noticed)
     return figures

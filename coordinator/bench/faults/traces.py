@@ -42,7 +42,7 @@ class Watched:
         """Remember a worker that has been started."""
         if process.process_id is not None:
             self.processes.add(process.process_id)
-            self.directories.add(Path(process.address.removeprefix("unix:")).parent)
+            self.directories.add(process.directory)
 
     def traces(self) -> Traces:
         """Return what there is now of these workers, and what this process has open."""

@@ -6,16 +6,19 @@ import gc
 import os
 import socket
 import subprocess
+import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.answer import Answer, Stats
-from coordinator.bench.faults.cases import Case, Fault, Phase, Shape, spread_cases
+from coordinator.bench.faults.cases import Case, Fault, Phase, Shape, Site, spread_cases
 from coordinator.bench.faults.command import FaultOptions, faulty
 from coordinator.bench.faults.drill import Outcome, Told
 from coordinator.bench.faults.figures import summarise
+from coordinator.bench.faults.switch import why_no_switch
 from coordinator.bench.faults.traces import Watched
 from services.errors import InvalidArgument, Unavailable
 
@@ -34,7 +37,14 @@ def test_faults_meet_all_phases_workers_and_shapes() -> None:
     assert [case.number for case in cases] == list(range(208))
     for phase in Phase:
         met = {(case.shape, case.worker, case.requests) for case in cases if case.phase is phase}
-        assert met == {(shape, worker, many) for shape in SHAPES for worker in shape.workers for many in (1, 8)}
+        assert met == {
+            (shape, worker, many)
+            for shape in SHAPES
+            for worker in shape.workers
+            for many in (1, 8)
+            # Nobody takes the place of one that has none.
+            if phase is not Phase.HANDOVER or worker != "stand-by 0"
+        }
     assert SHAPES[2].workers == ["stage 0", "stage 1", "draft worker", "stand-by 0"]
 
 
@@ -45,15 +55,33 @@ def test_who_is_drained_and_when() -> None:
     cases = spread_cases(SHAPES[2:], list(Phase), (1,), counts, seed=3)
     assert [case.fault for case in cases] == [Fault.KILL] * 10 + [Fault.DRAIN] * 50
     drained = cases[10:]
-    assert {case.phase for case in drained} == set(Phase) - {Phase.LOADING}
+    assert {case.phase for case in drained} == set(Phase) - {Phase.LOADING, Phase.HANDOVER}
     assert {case.worker for case in drained} == {"stage 0", "stage 1", "draft worker"}
+
+
+def test_who_is_paused_or_cut_off() -> None:
+    """Workers that run apart, and those on hosts of their own, but for one that stands by; the others meet the rest."""
+    shapes = [Shape(2, True, 1, site) for site in Site]
+    counts = {Fault.PAUSE: 30, Fault.CUT: 30, Fault.KILL: 30}
+    cases = spread_cases(shapes, list(Phase), (1,), counts, seed=3)
+    assert Counter((case.fault, case.shape.site) for case in cases) == {
+        (Fault.KILL, Site.CHILDREN): 30,
+        (Fault.PAUSE, Site.APART): 30,
+        (Fault.CUT, Site.LINKED): 30,
+    }
+    passing = [case for case in cases if case.fault.passes]
+    assert {case.fault for case in passing} == {Fault.PAUSE, Fault.CUT}
+    assert {case.worker for case in passing} == {"stage 0", "stage 1", "draft worker"}
+    assert {case.phase for case in passing} == set(Phase) - {Phase.LOADING, Phase.HANDOVER}
 
 
 def test_phases_are_chosen_by_name() -> None:
     """An unknown one is refused with the known ones, and drafts are verified only where there is one."""
     assert FaultOptions(phases="decode, save").chosen(has_draft=False) == [Phase.DECODE, Phase.SAVE]
     assert Phase.VERIFY not in FaultOptions().chosen(has_draft=False)
-    with pytest.raises(InvalidArgument, match="'verify' is not one of loading, prefill, decode, save, restore; drafts"):
+    with pytest.raises(
+        InvalidArgument, match="'verify' is not one of loading, prefill, decode, save, restore, hand-over; drafts"
+    ):
         FaultOptions(phases="verify").chosen(has_draft=False)
     with pytest.raises(InvalidArgument, match="'sleep' is not one of loading, prefill, decode, verify"):
         FaultOptions(phases="decode,sleep").chosen(has_draft=True)
@@ -90,6 +118,29 @@ def test_what_is_counted() -> None:
     assert lines[2].endswith("answer 3 of 4: stage 1 is gone")
     [row] = summarise([Outcome(case, True, told[:1], [alone], at=2.0)])
     assert row.is_clean
+    assert (row.noticed_longest_ms, row.unnoticed) == (0, 0)
+    paused = replace(case, fault=Fault.PAUSE)
+    outcomes = [Outcome(paused, True, told[:1], [alone], at=2.0, noticed_s=one) for one in (1.5, None, 2.0)]
+    [row] = summarise(outcomes)
+    assert (row.noticed_longest_ms, row.unnoticed) == (2000, 1)
+
+
+def test_links_are_cut_in_a_network_of_its_own_alone(tmp_path: Path) -> None:
+    """That of the machine is left alone, with what to do; where programs are missing, these are named."""
+    asked = "from coordinator.bench.faults.switch import why_no_switch; print(why_no_switch())"
+    spaces = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*spaces, "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here")
+    found = [
+        subprocess.run([*before, sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+        for before in ([], spaces, [*spaces, "--net"])
+    ]
+    assert found[:2] == [f"{why_no_switch()}\n"] * 2
+    assert "left alone: run it as `unshare --user" in found[0]
+    assert found[2] == "None\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert (why_no_switch() or "").startswith("ip, nsenter, unshare is missing")
 
 
 def test_what_is_left_behind(tmp_path: Path) -> None:

@@ -669,7 +669,9 @@ async def test_a_worker_that_is_lost_as_it_takes_a_place(
         waiting = {process.process_id for name, process in cluster.processes.items() if name.startswith("stand-by")}
         load, killed = cluster._loader.load_stage, set[int | None]()
 
-        async def load_or_die(name: str, plan: StagePlan, address: str) -> WorkerDescription:
+        async def load_or_die(
+            name: str, plan: StagePlan, address: str, *, ends_sessions: bool = False
+        ) -> WorkerDescription:
             process = next(one for one in cluster.processes.values() if one.address == address)
             if process.process_id in waiting and not killed:
                 killed.add(process.process_id)
@@ -677,7 +679,7 @@ async def test_a_worker_that_is_lost_as_it_takes_a_place(
                 os.kill(process.process_id, fault)
                 if fault is signal.SIGKILL:
                     await process.died()
-            return await load(name, plan, address)
+            return await load(name, plan, address, ends_sessions=ends_sessions)
 
         monkeypatch.setattr(cluster._loader, "load_stage", load_or_die)
         lost = await watching(cluster)
@@ -758,6 +760,19 @@ async def test_who_is_told_to_stop_has_an_heir(hosts: Hosts) -> None:
         await asyncio.gather(second_leaves, third_leaves)
 
 
+async def test_a_new_worker_takes_the_drafts_place_where_who_stands_by_cannot() -> None:
+    """One that was started to stand by for stages, on the device that is named, goes on doing so."""
+    standbys = StandbyPlan((WorkerPlace("cpu", None),))
+    async with cluster_of("cpu", draft=True, draft_device="cpu", standbys=standbys) as cluster:
+        await ready(cluster)
+        successor = await cluster.prepare("draft", "cpu")
+        await cluster.exchange(successor)
+        await cluster.retire(successor)
+        assert cluster.draft is not None
+        assert cluster.draft_address == successor.member.address
+        assert [state.why for state in cluster.standbys] == [None]
+
+
 async def test_whose_place_cannot_be_taken(hosts: Hosts) -> None:
     """Unknown workers, one that has a part already, one that is not ready, and any while another one is lost."""
     first, second, third = await hosts(3)
@@ -811,7 +826,10 @@ async def test_others_take_over_the_layers_of_a_lost_worker(hosts: Hosts, gone: 
         assert not await cluster.resplit()
         assert cluster.degraded is None
         await lose(cluster, workers[gone])
+        assert not any(True in host.worker.ends_sessions for host in left)
         assert await cluster.resplit()
+        # Those of a worker before them that is frozen are open still.
+        assert all(True in host.worker.ends_sessions for host in left)
         assert cluster.alive
         assert cluster.degraded == (
             f"the layers are split anew over 2 of 3 workers: {workers[gone].address} did not come back"

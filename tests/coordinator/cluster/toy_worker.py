@@ -68,7 +68,10 @@ class ToyWorker(FakeWorker):
     async def describe(self) -> WorkerDescription:
         return self.description
 
-    async def load(self, part: LoadPart, holder: Holder | None) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(
+        self, part: LoadPart, holder: Holder | None, *, ends_sessions: bool
+    ) -> AsyncIterator[LoadProgress | WorkerDescription]:
+        self.ends_sessions.append(ends_sessions)
         yield LoadProgress(1, 4)
         if self.fault is not None:
             raise self.fault

@@ -18,7 +18,7 @@ from coordinator.prefix.cache import MIN_DISK_GAIN_TOKENS, PrefixCache
 from coordinator.prefix.index import Entry
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import Store
-from services.errors import ResourceExhausted
+from services.errors import ResourceExhausted, Unavailable
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotHeader
 from services.messages.steps import Location, SnapshotPart, SnapshotSaved
@@ -176,6 +176,24 @@ async def test_leftovers_of_a_worker_that_is_another_now_are_freed(workers: list
         cache._cluster.workers = (cache._cluster.workers[0], replace(described, process_id=described.process_id + 1))
         assert await cache.find(ids(SHORT), with_draft=False) is None
         await until(lambda: all(host.snapshots.freed == [[entry.snapshot_id]] for host in workers))
+
+
+async def test_a_hand_over_to_a_worker_that_is_lost_forgets_nothing(hosts: Hosts) -> None:
+    """Prefixes on their way there stay with who has them, and nobody waits for each of them."""
+    first, second, third = await toys(hosts, 3)
+    async with caching([first, second]) as cache:
+        entries = [await keep(cache, [first, second], ids(SHORT, seed)) for seed in range(3)]
+        cluster = cache._cluster
+        successor = await cluster.prepare("stage 1", third.address)
+        await (await cluster.snapshots(third.address)).list_snapshots()
+        await third.stop()
+        with pytest.raises(Unavailable, match="was lost before it took the place"):
+            await asyncio.wait_for(cache.copy(successor, set()), 10)
+        await cluster.dismiss(successor)
+        for seed, entry in enumerate(entries):
+            hit = await cache.find(ids(SHORT, seed), with_draft=False)
+            assert hit is not None
+            assert hit.entry == entry
 
 
 async def test_little_growth_is_not_worth_files(workers: list[ToyHost], store: Store) -> None:

@@ -68,6 +68,8 @@ async def test_load(part: LoadTarget | LoadDraft, port: FakeWorker, worker: Remo
     assert await worker.load(part, progress.append) == WORKER
     assert port.loaded == [part]
     assert progress == [LoadProgress(1, 4), LoadProgress(4, 4)]
+    await worker.load(part, ends_sessions=True)
+    assert port.ends_sessions == [False, True]
 
 
 async def test_a_refused_load(port: FakeWorker, worker: RemoteWorker) -> None:

@@ -83,16 +83,18 @@ class Holder(_message.Message):
     def __init__(self, holder_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("target", "draft", "drafter", "holder")
+    __slots__ = ("target", "draft", "drafter", "holder", "ends_sessions")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    ENDS_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     target: LoadTarget
     draft: LoadDraft
     drafter: LoadDrafter
     holder: Holder
-    def __init__(self, target: _Optional[_Union[LoadTarget, _Mapping]] = ..., draft: _Optional[_Union[LoadDraft, _Mapping]] = ..., drafter: _Optional[_Union[LoadDrafter, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
+    ends_sessions: bool
+    def __init__(self, target: _Optional[_Union[LoadTarget, _Mapping]] = ..., draft: _Optional[_Union[LoadDraft, _Mapping]] = ..., drafter: _Optional[_Union[LoadDrafter, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., ends_sessions: _Optional[bool] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("loaded_bytes", "total_bytes")

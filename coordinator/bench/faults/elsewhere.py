@@ -1,0 +1,94 @@
+"""Workers that run apart from the cluster which they serve, as on other hosts: it calls them, and can neither end nor
+start them. Each can be paused, or cut off from all others, for a time.
+
+It owns the processes of the workers, and the switch that connects them where they are to be cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+
+from coordinator.bench.faults.cases import Fault, Shape, Site
+from coordinator.bench.faults.switch import Switch
+from coordinator.cluster.placement import parse_place, threads_each
+from services.messages.description import Role
+from services.processes.launch import DEFAULT_COMMAND, Launch
+from services.processes.worker_process import WorkerProcess
+from services.rpc.payload_transport import PayloadTransport
+
+PORT = 7001
+"""The TCP port of workers that have an address of their own."""
+
+
+class Elsewhere:
+    """The workers of a cluster of one shape. Use as `async with`; then `addresses`, in the order of `Shape.workers`."""
+
+    def __init__(self, shape: Shape, launch: Launch) -> None:
+        """launch: what the workers have in common."""
+        count = len(shape.workers)
+        place = parse_place("cpu", "--target-devices")
+        self._launch = replace(launch, threads=launch.threads or threads_each([place] * count))
+        self._count = count
+        self._switch = Switch() if shape.site is Site.LINKED else None
+        self.processes: list[WorkerProcess] = []
+
+    async def __aenter__(self) -> Elsewhere:
+        try:
+            if self._switch is not None:
+                self._switch.__enter__()
+            for number in range(self._count):
+                self.processes.append(self._process(number))
+            await asyncio.gather(*(process.start() for process in self.processes))
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the workers are called."""
+        return [process.address for process in self.processes]
+
+    async def close(self) -> None:
+        """End the workers. Safe to call twice."""
+        await asyncio.gather(*(process.stop() for process in self.processes))
+        if self._switch is not None:
+            self._switch.close()
+
+    def strike(self, address: str, fault: Fault) -> Callable[[], None]:
+        """Pause the worker at an address, or cut it off, and return what ends that; safe to call twice."""
+        number = self.addresses.index(address)
+        if fault is Fault.CUT:
+            switch = self._switch
+            assert switch is not None
+            switch.pull(number)
+            return lambda: switch.plug(number)
+        process_id = self.processes[number].process_id
+        assert process_id is not None
+        os.kill(process_id, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGCONT)
+
+        return go_on
+
+    def _process(self, number: int) -> WorkerProcess:
+        launch, listen = self._launch, None
+        if self._switch is not None:
+            listen = f"{self._switch.add_host()}:{PORT}"
+            # Hosts share no memory, and what they say to each other is for nobody else to hear.
+            words = (*self._switch.on_host(number), *DEFAULT_COMMAND, "--insecure")
+            launch = replace(launch, transport=PayloadTransport.STREAM, commands={"cpu": words})
+        return WorkerProcess("cpu", (Role.TARGET, Role.DRAFT), launch, listen=listen)
