@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -151,6 +152,15 @@ class Piece:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: tuple[PromptToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePart:
+    """A piece of the answer of choice `index`, or at its end the whole answer. came_at: when, in Unix seconds."""
+
+    index: int
+    content: Piece | Answer
+    came_at: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ It outlives the attempts to compute it: where a chain is lost, the next one goes
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats
@@ -58,12 +59,30 @@ class AnswerState:
         self.prefill_s = self.decode_s = 0.0
         self.phases: list[Phase] = []
         self.resumed = 0
+        self._end_told = False
+        """Whether the text that was held back to the end was told by a process that has ended."""
+        self._told_tokens = 0
+        """How many tokens were, which took this one no time."""
         self._first_token_at = 0.0
 
     @property
     def remaining(self) -> int:
         """How many tokens may still come."""
         return self.request.max_tokens - len(self.token_ids)
+
+    def take_up(self, told: Sequence[Piece]) -> None:
+        """Take what was told of the answer by a process that has ended, before anything is added to it."""
+        for piece in told:
+            self._prompt += piece.prompt
+            if piece.token_ids:
+                self._add(piece.token_ids, piece.logprobs)
+            # Text without tokens is what was held back to the end: none comes behind it.
+            self._end_told = bool(piece.text) and not piece.token_ids and not piece.prompt
+        self.resumed += bool(told)
+        self._told_tokens, self._first_token_at, self.decode_s = len(self.token_ids), 0.0, 0.0
+        if self.lookup is not None and self.token_ids:
+            self.lookup.read(self.request.prompt_ids)
+            self.lookup.follow(self.token_ids)
 
     def add_prompt(self, first: int, token_ids: tuple[int, ...], commit: Commit) -> Piece:
         """Add a prefill step's tokens, with their log-probabilities, to those of the prompt; return those that are new.
@@ -79,10 +98,13 @@ class AnswerState:
 
     def add(self, commit: Commit) -> Piece:
         """Add a step's tokens to the answer, one by one, up to the one that ends it, and return them as a piece."""
+        return self._add(commit.token_ids, commit.logprobs)
+
+    def _add(self, token_ids: Sequence[int], logprobs: tuple[TokenLogprobs, ...]) -> Piece:
         request = self.request
         texts: list[str] = []
         added: list[int] = []
-        for token_id in commit.token_ids[: self.remaining]:
+        for token_id in token_ids[: self.remaining]:
             added.append(token_id)
             self.token_ids.append(token_id)
             if token_id in request.stop_token_ids:
@@ -97,7 +119,7 @@ class AnswerState:
                 break
         if self.finish_reason is None and not self.remaining:
             self.finish_reason = "length"
-        logprobs = commit.logprobs[: len(added)]
+        logprobs = logprobs[: len(added)]
         self._logprobs += logprobs
         now = time.monotonic()
         self._first_token_at = self._first_token_at or now
@@ -109,7 +131,7 @@ class AnswerState:
         text, stopped = self._text.finish()
         if stopped:
             self.finish_reason = "stop"
-        return Piece((), text) if text else None
+        return Piece((), text) if text and not self._end_told else None
 
     def answer(self, stages: tuple[StageIdentity, ...], cached: Cached) -> Answer:
         """Return the whole answer. stages: those that computed its end. cached: of the prompt, for them."""
@@ -141,7 +163,7 @@ class AnswerState:
                 stages, times.forward_ns or zeros, times.wire_ns or zeros, strict=True
             )
         )
-        decoded = max(0, len(self.token_ids) - 1)
+        decoded = max(0, len(self.token_ids) - max(1, self._told_tokens))
         compressed = self.request.compression or Compression()
         return Stats(
             prompt_tokens=len(self.request.prompt_ids),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
-from coordinator.answer import Answer, Phase, Request
+from coordinator.answer import Answer, Phase, Piece, Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.compression.compressor import Compressor
 from coordinator.engine.batch_costs import BatchCosts
@@ -143,8 +143,10 @@ class Engine:
         return model in (self.name, *self.aliases)
 
     @contextlib.asynccontextmanager
-    async def answering(self, request: Request) -> AsyncIterator[Generation]:
+    async def answering(self, request: Request, told: Sequence[Piece] = ()) -> AsyncIterator[Generation]:
         """Wait for the request's turn and give its generation; leaving the context ends that and frees the turn.
+
+        told: what a process that has ended has told of the answer, behind which it goes on.
 
         Raises InvalidArgument for a request that cannot fit, ResourceExhausted when too many wait already, Unavailable
         while draining.
@@ -162,6 +164,7 @@ class Engine:
             place=place,
             costs=self._costs,
             prompt_lookup=self.prompt_lookup,
+            told=told,
         )
         check_length(request, self.max_model_len)
         check_memory(request, self.cluster.workers)
@@ -222,9 +225,9 @@ class Engine:
         for listener in self.listeners:
             listener(finished)
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, place: Place) -> AsyncIterator[None]:
-        await self._open.wait()
+    async def check_room(self) -> None:
+        """Check whether a request would be taken now, to run or to wait. Raises Unavailable while draining and where a
+        worker is lost, ResourceExhausted when too many wait already."""
         if self._draining:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
         if not self.cluster.alive:
@@ -237,6 +240,11 @@ class Engine:
                 reason="QUEUE_FULL",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, place: Place) -> AsyncIterator[None]:
+        await self._open.wait()
+        await self.check_room()
         self._idle.clear()
         self._waiting += 1
         try:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import structlog
 
 from coordinator.answer import Answer, Phase, Piece, Request
 from coordinator.cluster.cluster import Cluster
-from coordinator.engine.answer_state import AnswerState
+from coordinator.engine.answer_state import AnswerState, Cached
 from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.chain_attempt import ChainAttempt
 from coordinator.engine.pause import Pause
@@ -62,12 +62,13 @@ class Generation:
         place: Place | None = None,
         costs: BatchCosts | None = None,
         prompt_lookup: bool = False,
+        told: Sequence[Piece] = (),
     ) -> None:
         """on_step: called with every answered step. resume_timeout_s: how long the answer waits for a chain that was
         lost; 0 to end with it. place: among other answers, for which this one is set aside where the workers' memory
         ends; None to end then. costs: of draft tokens, measured with the other answers; None to measure them alone.
-        prompt_lookup: whether draft tokens are looked up in the text too. Raises InvalidArgument for a request that
-        does not fit."""
+        prompt_lookup: whether draft tokens are looked up in the text too. told: what a process that has ended has told
+        of the answer, behind which it goes on. Raises InvalidArgument for a request that does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._prefixes, self._on_step = cluster, request, prefixes, on_step
         self._resume_timeout_s, self._place = resume_timeout_s, place
@@ -75,6 +76,7 @@ class Generation:
         self._state = AnswerState(request, tokenizer)
         if prompt_lookup and request.speculate:
             self._state.lookup = PromptLookup()
+        self._state.take_up(told)
         self._costs = BatchCosts() if costs is None else costs
         self._prefix: PrefixRun | None = None
         self._lost_at: float | None = None
@@ -107,6 +109,12 @@ class Generation:
 
     async def _attempts(self) -> AsyncGenerator[Piece]:
         """Yield the answer piece by piece, by as many attempts as it takes."""
+        if self._state.finish_reason is not None:
+            # All of it was told by a process that has ended.
+            if (piece_left := self._state.end()) is not None:
+                yield piece_left
+            self.answer = self._state.answer((), Cached())
+            return
         looked_up_at = await self._look_up()
         while self.answer is None:
             attempt = ChainAttempt(

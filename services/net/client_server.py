@@ -21,7 +21,7 @@ from services.net.reflection import enable_reflection
 from services.net.revocation import RefuseRevoked
 from services.net.server import Registration
 
-CheckKey = Callable[[str, str], None]
+CheckKey = Callable[[str, str], object]
 """Checks the values of the headers `authorization` and `x-api-key`, empty where absent; raises Unauthenticated."""
 
 CLIENT_TIMEOUT_S = 60.0

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from coordinator.answer import Answer
+from coordinator.answer import Answer, Request
 from coordinator.api.engine_requests import check_model, max_counted_tokens, render
-from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, exchange_requests, prepare_exchange
 from coordinator.api.http.documented import ANSWER, ANTHROPIC_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
-from coordinator.api.http.replies import event_stream, unless_gone
+from coordinator.api.http.kept_answers import KeptAnswers
+from coordinator.api.http.replies import SentEvent
+from coordinator.api.http.reply_form import Parts
+from coordinator.api.http.replying import reply
 from coordinator.api.http.schemas import (
     ChatMessage,
     FunctionCall,
@@ -131,7 +135,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     stream: bool = False
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: Engine, answers: KeptAnswers) -> APIRouter:
     """Return the routes of this API."""
     router = APIRouter(tags=["Anthropic"], route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
 
@@ -142,27 +146,25 @@ def routes(engine: Engine) -> APIRouter:
         refuse_fields(Api.MESSAGES, body)
         body.stop = body.stop_sequences
         answer_format, format_field = _answer_format(body)
-        exchange = await unless_gone(
-            http,
-            prepare_exchange(
+
+        async def form() -> MessageReply:
+            exchange = await prepare_exchange(
                 engine,
                 body,
                 await on_text_thread(len(body.messages), _talk, engine, body, body.max_tokens),
                 max_tokens=body.max_tokens,
                 answer_format=answer_format,
                 format_field=format_field,
-            ),
-        )
-        head = {
-            "id": f"msg_{exchange.request.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": body.model or engine.name,
-        }
-        shown = body.thinking is None or body.thinking.display != "omitted"
-        if body.stream:
-            return await event_stream(http, _stream(engine, exchange, head, shown))
-        return JSONResponse(await unless_gone(http, _whole(engine, exchange, head, shown)))
+            )
+            head = {
+                "id": f"msg_{exchange.request.request_id}",
+                "type": "message",
+                "role": "assistant",
+                "model": body.model or engine.name,
+            }
+            return MessageReply(exchange, head, body.thinking is None or body.thinking.display != "omitted")
+
+        return await reply(http, answers, form, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
@@ -310,16 +312,96 @@ def _stop(answer: Answer, called: bool) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
-async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any], shown: bool) -> dict[str, Any]:
-    """Return the message. shown: whether the text of its thinking is."""
-    answer = None
-    async for part in answer_exchange(engine, exchange):
-        if isinstance(part.content, Answer):
-            answer = part.content
-    assert answer is not None
-    content = _content(exchange, _displayed(exchange.read(answer), shown))
-    stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
-    return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}
+@dataclass(frozen=True, slots=True)
+class MessageReply:
+    """How an answer is told as a message. head: what the message begins with. shown: whether the text of its thinking
+    is."""
+
+    exchange: ChatExchange
+    head: dict[str, Any]
+    shown: bool
+
+    @property
+    def requests(self) -> list[Request]:
+        """See `ReplyForm`."""
+        return exchange_requests(self.exchange)
+
+    @property
+    def name(self) -> str:
+        """See `ReplyForm`."""
+        return str(self.head["id"])
+
+    async def whole(self, engine: Engine, parts: Parts) -> dict[str, Any]:
+        """See `ReplyForm`."""
+        exchange, head, shown = self.exchange, self.head, self.shown
+        answer = None
+        async for part in parts:
+            if isinstance(part.content, Answer):
+                answer = part.content
+        assert answer is not None
+        content = _content(exchange, _displayed(exchange.read(answer), shown))
+        stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
+        return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}
+
+    async def stream(self, engine: Engine, parts: Parts) -> AsyncGenerator[SentEvent]:
+        """See `ReplyForm`."""
+        exchange, head, shown = self.exchange, self.head, self.shown
+
+        def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+            return kind, {"type": kind, **fields}
+
+        index, open_kind, called, begun = -1, "", False, False
+        parser = exchange.parser()
+        async for part in parts:
+            if not begun:
+                begun = True
+                start = {"input_tokens": len(exchange.request.prompt_ids), "output_tokens": 0}
+                message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": start}
+                yield event("message_start", message=message)
+                yield event("ping")
+            answer = part.content if isinstance(part.content, Answer) else None
+            text = "" if isinstance(part.content, Answer) else part.content.text
+            events = parser.push(text) if answer is None else parser.finish(cut=answer.cut)
+            for parsed in _displayed(events, shown):
+                kind, block, delta = "", dict[str, Any](), dict[str, Any]()
+                match parsed:
+                    case ContentDelta():
+                        kind, block = "text", {"type": "text", "text": ""}
+                        delta = {"type": "text_delta", "text": parsed.text}
+                        if open_kind != "text" and called and not parsed.text.strip():
+                            continue
+                    case ReasoningDelta():
+                        kind, block = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
+                        delta = {"type": "thinking_delta", "thinking": parsed.text} if parsed.text else {}
+                    case ToolCallStart():
+                        kind = f"call {parsed.index}"
+                        block = {
+                            "type": "tool_use",
+                            "id": _call_id(exchange, parsed.index),
+                            "name": parsed.name,
+                            "input": {},
+                        }
+                    case ToolCallArguments():
+                        kind, delta = f"call {parsed.index}", {"type": "input_json_delta", "partial_json": parsed.text}
+                    case ToolCallEnd() | ToolCallCut():
+                        called = True
+                        continue
+                if kind != open_kind:
+                    if open_kind:
+                        yield event("content_block_stop", index=index)
+                    index, open_kind = index + 1, kind
+                    yield event("content_block_start", index=index, content_block=block)
+                if delta:
+                    yield event("content_block_delta", index=index, delta=delta)
+            if answer is not None:
+                if not open_kind:
+                    index = 0
+                    yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                yield event("content_block_stop", index=index)
+                yield event(
+                    "message_delta", delta=_stop(answer, called), usage=_usage(answer), timings=timings_of(answer)
+                )
+                yield event("message_stop")
 
 
 def _displayed(events: Iterable[Event], shown: bool) -> list[Event]:
@@ -362,64 +444,6 @@ def _input(arguments: str) -> object:
         with contextlib.suppress(ValueError):  # nested too deeply
             return from_json(arguments, allow_partial=True)
         return {}
-
-
-async def _stream(
-    engine: Engine, exchange: ChatExchange, head: dict[str, Any], shown: bool
-) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-    def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        return kind, {"type": kind, **fields}
-
-    index, open_kind, called, begun = -1, "", False, False
-    parser = exchange.parser()
-    async for part in answer_exchange(engine, exchange):
-        if not begun:
-            begun = True
-            start = {"input_tokens": len(exchange.request.prompt_ids), "output_tokens": 0}
-            message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": start}
-            yield event("message_start", message=message)
-            yield event("ping")
-        answer = part.content if isinstance(part.content, Answer) else None
-        text = "" if isinstance(part.content, Answer) else part.content.text
-        events = parser.push(text) if answer is None else parser.finish(cut=answer.cut)
-        for parsed in _displayed(events, shown):
-            kind, block, delta = "", dict[str, Any](), dict[str, Any]()
-            match parsed:
-                case ContentDelta():
-                    kind, block = "text", {"type": "text", "text": ""}
-                    delta = {"type": "text_delta", "text": parsed.text}
-                    if open_kind != "text" and called and not parsed.text.strip():
-                        continue
-                case ReasoningDelta():
-                    kind, block = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
-                    delta = {"type": "thinking_delta", "thinking": parsed.text} if parsed.text else {}
-                case ToolCallStart():
-                    kind = f"call {parsed.index}"
-                    block = {
-                        "type": "tool_use",
-                        "id": _call_id(exchange, parsed.index),
-                        "name": parsed.name,
-                        "input": {},
-                    }
-                case ToolCallArguments():
-                    kind, delta = f"call {parsed.index}", {"type": "input_json_delta", "partial_json": parsed.text}
-                case ToolCallEnd() | ToolCallCut():
-                    called = True
-                    continue
-            if kind != open_kind:
-                if open_kind:
-                    yield event("content_block_stop", index=index)
-                index, open_kind = index + 1, kind
-                yield event("content_block_start", index=index, content_block=block)
-            if delta:
-                yield event("content_block_delta", index=index, delta=delta)
-        if answer is not None:
-            if not open_kind:
-                index = 0
-                yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-            yield event("content_block_stop", index=index)
-            yield event("message_delta", delta=_stop(answer, called), usage=_usage(answer), timings=timings_of(answer))
-            yield event("message_stop")
 
 
 def _call_id(exchange: ChatExchange, number: int) -> str:

@@ -33,8 +33,10 @@ from coordinator.api.http import (
 from coordinator.api.http.allowed_hosts import EVERY_HOST, AllowedHosts, is_loopback_name
 from coordinator.api.http.errors import HttpError, error_reply, invalid_body, logged, speaks_anthropic
 from coordinator.api.http.head import HeadAsGet
+from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.metrics import Metrics
 from coordinator.api.http.replies import ClientGone
+from coordinator.api.http.reply_forms import new_answers
 from coordinator.api.http.request_bodies import RequestBodies
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
@@ -61,13 +63,16 @@ def create_app(
     cors_origins: Sequence[str] = (),
     client_timeout_s: float = CLIENT_TIMEOUT_S,
     hosts: AllowedHosts = EVERY_HOST,
+    answers: KeptAnswers | None = None,
 ) -> FastAPI:
     """Return the HTTP APIs over an engine, and the page that uses them.
 
     vllm_metrics: whether metrics have vLLM's names too. access_log: whether each request has a line in the log.
     cors_origins: web sites whose pages may use the APIs. client_timeout_s: how long clients may take to send the body
-    of a request. hosts: by which names they may call the server.
+    of a request. hosts: by which names they may call the server. answers: those that clients may ask for again; None
+    for ones that are kept in memory.
     """
+    answers = answers or new_answers(engine)
     app = FastAPI(
         title="flashsplit",
         version=metadata.version("flashsplit"),
@@ -81,7 +86,8 @@ def create_app(
         status_routes.routes(engine, board),
         page_files.routes(key_needed=bool(keys)),
         api_page.routes(),
-        *(part.routes(engine) for part in (model_list, chat, completions, responses, anthropic)),
+        model_list.routes(engine),
+        *(part.routes(engine, answers) for part in (chat, completions, responses, anthropic)),
     ]
     for router in routers:
         app.include_router(router)
@@ -107,7 +113,7 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Who is let in, and with how much."""
+    """Who is let in, and with how much. The state of a request that is let in says whose it is, as `ApiKeys.check`."""
 
     keys: ApiKeys
     hosts: AllowedHosts
@@ -117,7 +123,8 @@ class Door:
         """Raises HttpRefusal for a name that the server does not go by, Unauthenticated for a missing or wrong key."""
         self.hosts.check(request.headers.getlist("host"))
         if request.url.path not in OPEN_PATHS and not request.url.path.startswith(page_files.PREFIX):
-            self.keys.check(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
+            headers = request.headers
+            request.state.owner = self.keys.check(headers.get("authorization", ""), headers.get("x-api-key", ""))
 
 
 class RequestMiddleware:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from coordinator.answer import Answer, Piece
+from coordinator.answer import Answer, Piece, Request
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, exchange_requests, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
+from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.logprobs import chat_logprobs, vllm_prompt_logprobs
-from coordinator.api.http.replies import SentEvent, event_stream, json_event, json_reply, unless_gone
+from coordinator.api.http.replies import SentEvent, json_event
+from coordinator.api.http.reply_form import Parts
+from coordinator.api.http.replying import reply
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of, usage_of
@@ -36,7 +40,7 @@ from coordinator.text.parsers.events import (
 from services.errors import InvalidArgument
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: Engine, answers: KeptAnswers) -> APIRouter:
     """Return the routes of this API."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
@@ -47,9 +51,9 @@ def routes(engine: Engine) -> APIRouter:
         refuse_fields(Api.CHAT, body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
-        exchange = await unless_gone(
-            http,
-            prepare_exchange(
+
+        async def form() -> ChatReply:
+            exchange = await prepare_exchange(
                 engine,
                 body,
                 _talk(engine, body),
@@ -57,17 +61,16 @@ def routes(engine: Engine) -> APIRouter:
                 answer_format=body.response_format,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
-            ),
-        )
-        head = {
-            "id": f"chatcmpl-{exchange.request.request_id}",
-            "created": int(time.time()),
-            "model": body.model or engine.name,
-        }
-        if body.stream:
+            )
+            head = {
+                "id": f"chatcmpl-{exchange.request.request_id}",
+                "created": int(time.time()),
+                "model": body.model or engine.name,
+            }
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http, _stream(engine, exchange, body.n, head, usage=usage))
-        return await json_reply(await unless_gone(http, _whole(engine, exchange, body.n, head)))
+            return ChatReply(exchange, body.n, head, usage)
+
+        return await reply(http, answers, form, stream=body.stream)
 
     return router
 
@@ -126,25 +129,119 @@ def call_id(exchange: ChatExchange, choice: int, index: int) -> str:
     return f"call_{exchange.request.unique_id}{choice:02d}{index:02d}"
 
 
-async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any]) -> dict[str, Any]:
-    answers: dict[int, Answer] = {}
-    prompt = WrittenList()
-    async for part in answer_exchange(engine, exchange, count):
-        if isinstance(part.content, Answer):
-            answers[part.index] = part.content
-        else:
-            await _add_prompt(prompt, engine, exchange, part.content)
-    ordered = [answers[index] for index in range(count)]
-    return {
-        **head,
-        "object": "chat.completion",
-        "choices": [
-            await asyncio.to_thread(_choice, engine, exchange, index, answer) for index, answer in enumerate(ordered)
-        ],
-        "usage": usage_of(answers, count),
-        "timings": timings_of(ordered[0]),
-        **({"prompt_logprobs": prompt} if prompt else {}),
-    }
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """How the answers to a chat are told. count: how many of them. head: what every object begins with. usage: whether
+    a stream tells it."""
+
+    exchange: ChatExchange
+    count: int
+    head: dict[str, Any]
+    usage: bool
+
+    @property
+    def requests(self) -> list[Request]:
+        """See `ReplyForm`."""
+        return exchange_requests(self.exchange, self.count)
+
+    @property
+    def name(self) -> str:
+        """See `ReplyForm`."""
+        return str(self.head["id"])
+
+    async def whole(self, engine: Engine, parts: Parts) -> dict[str, Any]:
+        """See `ReplyForm`."""
+        exchange, count, head = self.exchange, self.count, self.head
+        answers: dict[int, Answer] = {}
+        prompt = WrittenList()
+        async for part in parts:
+            if isinstance(part.content, Answer):
+                answers[part.index] = part.content
+            else:
+                await _add_prompt(prompt, engine, exchange, part.content)
+        ordered = [answers[index] for index in range(count)]
+        return {
+            **head,
+            "object": "chat.completion",
+            "choices": [
+                await asyncio.to_thread(_choice, engine, exchange, index, answer)
+                for index, answer in enumerate(ordered)
+            ],
+            "usage": usage_of(answers, count),
+            "timings": timings_of(ordered[0]),
+            **({"prompt_logprobs": prompt} if prompt else {}),
+        }
+
+    async def stream(self, engine: Engine, parts: Parts) -> AsyncGenerator[SentEvent]:
+        """See `ReplyForm`."""
+        exchange, count, head, usage = self.exchange, self.count, self.head, self.usage
+
+        def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason}
+            return {**head, "object": "chat.completion.chunk", "choices": [choice], **no_usage, **more}
+
+        # The last chunk has the usage; null in the others says that it will come.
+        no_usage = {"usage": None} if usage else {}
+        answers: dict[int, Answer] = {}
+        parsers = [exchange.parser() for _ in range(count)]
+        prompt = WrittenList()
+        begun: set[int] = set()
+        called: set[int] = set()
+
+        def deltas(index: int, events: Iterable[Event]) -> list[dict[str, Any]]:
+            made: list[dict[str, Any]] = []
+            for event in events:
+                match event:
+                    case ContentDelta():
+                        made.append({"content": event.text})
+                    case ReasoningDelta():
+                        made.append({"reasoning_content": event.text})
+                    case ToolCallStart():
+                        call = {
+                            "index": event.index,
+                            "id": call_id(exchange, index, event.index),
+                            "type": "function",
+                            "function": {"name": event.name, "arguments": ""},
+                        }
+                        made.append({"tool_calls": [call]})
+                    case ToolCallArguments():
+                        piece = {"index": event.index, "function": {"arguments": event.text}}
+                        made.append({"tool_calls": [piece]})
+                    case ToolCallEnd():
+                        called.add(index)
+            return made
+
+        async for part in parts:
+            index, content = part.index, part.content
+            if isinstance(content, Piece) and content.prompt:
+                await _add_prompt(prompt, engine, exchange, content)
+                continue
+            if index not in begun:
+                begun.add(index)
+                # They come with the first choice; another one may be quicker.
+                opening = {"role": "assistant", "content": ""}
+                if prompt and not index:
+                    yield await json_event(chunk(index, opening, prompt_logprobs=prompt))
+                else:
+                    yield chunk(index, opening)
+            if isinstance(content, Answer):
+                answers[index] = content
+                for delta in deltas(index, parsers[index].finish(cut=content.cut)):
+                    yield chunk(index, delta)
+                yield chunk(index, {}, finish_reason(content, index in called), timings=timings_of(content))
+                continue
+            changes = deltas(index, parsers[index].push(content.text))
+            logprobs = None
+            if content.logprobs:
+                entries = chat_logprobs(engine.files.tokenizer, content.token_ids, content.logprobs)
+                logprobs = {"content": list(entries), "refusal": None}
+                changes = changes or [{"content": ""}]
+            for delta in changes:
+                yield chunk(index, delta, logprobs=logprobs)
+                logprobs = None
+        if usage:
+            yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(answers, count)}
+        yield "[DONE]"
 
 
 async def _add_prompt(prompt: WrittenList, engine: Engine, exchange: ChatExchange, piece: Piece) -> None:
@@ -177,74 +274,3 @@ def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) 
         "logprobs": {"content": WrittenList(logprobs), "refusal": None} if answer.logprobs else None,
         "finish_reason": finish_reason(answer, bool(collected.tool_calls)),
     }
-
-
-async def _stream(
-    engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any], *, usage: bool
-) -> AsyncGenerator[SentEvent]:
-    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice], **no_usage, **more}
-
-    # The last chunk has the usage; null in the others says that it will come.
-    no_usage = {"usage": None} if usage else {}
-    answers: dict[int, Answer] = {}
-    parsers = [exchange.parser() for _ in range(count)]
-    prompt = WrittenList()
-    begun: set[int] = set()
-    called: set[int] = set()
-
-    def deltas(index: int, events: Iterable[Event]) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = []
-        for event in events:
-            match event:
-                case ContentDelta():
-                    parts.append({"content": event.text})
-                case ReasoningDelta():
-                    parts.append({"reasoning_content": event.text})
-                case ToolCallStart():
-                    call = {
-                        "index": event.index,
-                        "id": call_id(exchange, index, event.index),
-                        "type": "function",
-                        "function": {"name": event.name, "arguments": ""},
-                    }
-                    parts.append({"tool_calls": [call]})
-                case ToolCallArguments():
-                    piece = {"index": event.index, "function": {"arguments": event.text}}
-                    parts.append({"tool_calls": [piece]})
-                case ToolCallEnd():
-                    called.add(index)
-        return parts
-
-    async for part in answer_exchange(engine, exchange, count):
-        index, content = part.index, part.content
-        if isinstance(content, Piece) and content.prompt:
-            await _add_prompt(prompt, engine, exchange, content)
-            continue
-        if index not in begun:
-            begun.add(index)
-            # They come with the first choice; another one may be quicker.
-            opening = {"role": "assistant", "content": ""}
-            if prompt and not index:
-                yield await json_event(chunk(index, opening, prompt_logprobs=prompt))
-            else:
-                yield chunk(index, opening)
-        if isinstance(content, Answer):
-            answers[index] = content
-            for delta in deltas(index, parsers[index].finish(cut=content.cut)):
-                yield chunk(index, delta)
-            yield chunk(index, {}, finish_reason(content, index in called), timings=timings_of(content))
-            continue
-        changes = deltas(index, parsers[index].push(content.text))
-        logprobs = None
-        if content.logprobs:
-            entries = chat_logprobs(engine.files.tokenizer, content.token_ids, content.logprobs)
-            logprobs = {"content": list(entries), "refusal": None}
-            changes = changes or [{"content": ""}]
-        for delta in changes:
-            yield chunk(index, delta, logprobs=logprobs)
-            logprobs = None
-    if usage:
-        yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(answers, count)}
-    yield "[DONE]"

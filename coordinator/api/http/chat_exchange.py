@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from coordinator.api.http.body_conversion import (
     most_tokens,
     truncated,
 )
-from coordinator.api.http.choices import ChoicePart, answer_all
 from coordinator.api.http.schemas import ChatMessage, ResponseFormat, SamplingFields, Tool
 from coordinator.api.http.structured import AnswerBound, answer_bound
 from coordinator.engine.engine import Engine
@@ -153,16 +151,11 @@ async def prepare_exchange(
     return ChatExchange(request, opening, None, call_format, tools, openai.begun_by(rendered.text))
 
 
-async def answer_exchange(engine: Engine, exchange: ChatExchange, count: int = 1) -> AsyncGenerator[ChoicePart]:
-    """Answer with `count` choices, as `answer_all` does.
-
-    Log-probabilities of the prompt, which is the same for all, come with the first choice.
-    """
+def exchange_requests(exchange: ChatExchange, count: int = 1) -> list[Request]:
+    """Return the requests for `count` choices. Log-probabilities of the prompt, which is the same for all, come with
+    the first one."""
     first, *others = choices_of(exchange.request, count)
-    choices = [first, *(replace(other, prompt_logprobs=None) for other in others)]
-    async with contextlib.aclosing(answer_all(engine, choices)) as parts:
-        async for part in parts:
-            yield part
+    return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
 
 def _bound(

@@ -4,48 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from coordinator.answer import Answer, Piece, Request
+from coordinator.answer import Answer, ChoicePart, Piece, Request
 from coordinator.engine.engine import Engine
 from services.errors import InvalidArgument
 
 
-@dataclass(frozen=True, slots=True)
-class ChoicePart:
-    """A piece of the answer of choice `index`, or at its end the whole answer."""
-
-    index: int
-    content: Piece | Answer
-
-
-async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator[ChoicePart]:
+async def answer_all(
+    engine: Engine,
+    requests: Sequence[Request],
+    told: Sequence[ChoicePart] = (),
+    on_turn: Callable[[], None] = lambda: None,
+) -> AsyncGenerator[ChoicePart]:
     """Answer all requests together; the first error, or closing the generator, ends them all.
 
     No more of them are begun at once than the engine runs at once, so that they don't fill its queue by themselves.
+    told: what was told of the answers before, behind which they go on. on_turn: called when one's turn has come.
     Raises the first error; a refusal of the grammar names the client's field that it was made of.
     """
-    if len(requests) == 1:
-        async with contextlib.aclosing(_answer(engine, requests[0], 0)) as parts:
+    whole, pieces = set[int](), [list[Piece]() for _ in requests]
+    for part in told:
+        if isinstance(part.content, Answer):
+            whole.add(part.index)
+        else:
+            pieces[part.index].append(part.content)
+    left = [
+        _answer(engine, request, index, pieces[index], on_turn)
+        for index, request in enumerate(requests)
+        if index not in whole
+    ]
+    if len(left) == 1:
+        async with contextlib.aclosing(left[0]) as parts:
             async for part in parts:
                 yield part
         return
     # Of what the client has not taken yet one piece waits here; the choices wait behind it.
     queue: asyncio.Queue[ChoicePart | BaseException | None] = asyncio.Queue(1)
-    waiting = enumerate(requests)
+    waiting = iter(left)
 
     async def run() -> None:
         try:
-            for index, request in waiting:
-                async with contextlib.aclosing(_answer(engine, request, index)) as parts:
+            for parts in waiting:
+                async with contextlib.aclosing(parts):
                     async for part in parts:
                         await queue.put(part)
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.ensure_future(run()) for _ in range(min(len(requests), engine.load.max_running))]
+    tasks = [asyncio.ensure_future(run()) for _ in range(min(len(left), engine.load.max_running))]
     try:
         unfinished = len(tasks)
         while unfinished:
@@ -62,9 +70,12 @@ async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(engine: Engine, request: Request, index: int) -> AsyncGenerator[ChoicePart]:
+async def _answer(
+    engine: Engine, request: Request, index: int, told: Sequence[Piece], on_turn: Callable[[], None]
+) -> AsyncGenerator[ChoicePart]:
     try:
-        async with engine.answering(request) as generation, contextlib.aclosing(generation.pieces()) as pieces:
+        async with engine.answering(request, told) as generation, contextlib.aclosing(generation.pieces()) as pieces:
+            on_turn()
             async for piece in pieces:
                 yield ChoicePart(index, piece)
             assert generation.answer is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,12 +22,14 @@ from coordinator.api.http.body_conversion import (
     plain_prompts,
     truncated,
 )
-from coordinator.api.http.choices import answer_all
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
+from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.logprobs import CompletionLogprobs, vllm_prompt_logprobs
-from coordinator.api.http.replies import SentEvent, event_stream, json_event, json_reply, unless_gone
+from coordinator.api.http.replies import SentEvent, json_event
+from coordinator.api.http.reply_form import Parts
+from coordinator.api.http.replying import reply
 from coordinator.api.http.schemas import CompletionRequest
 from coordinator.api.http.structured import answer_bound
 from coordinator.api.http.usage import timings_of, usage_of
@@ -38,7 +41,7 @@ from services.errors import InvalidArgument
 from services.messages.inference_types import PromptToken
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: Engine, answers: KeptAnswers) -> APIRouter:
     """Return the routes of this API."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
@@ -56,9 +59,9 @@ def routes(engine: Engine) -> APIRouter:
             )
         bound, prompt_logprobs = await answer_bound(body, body.response_format), _prompt_logprobs(body)
         compression = compression_params(body, prompt_logprobs)
-        prompts = await unless_gone(
-            http,
-            plain_prompts(
+
+        async def form() -> CompletionReply:
+            prompts = await plain_prompts(
                 engine,
                 body.prompt,
                 compression,
@@ -66,38 +69,36 @@ def routes(engine: Engine) -> APIRouter:
                 add_special_tokens=body.add_special_tokens,
                 structured=bound is not None,
                 most=most_tokens(engine, body),
-            ),
-        )
-        requests: list[Request] = []
-        choices: list[_Choice] = []
-        for prompt in (truncated(engine, body, prompt, body.max_tokens) for prompt in prompts):
-            request = await make_request(
-                engine,
-                body,
-                prompt,
-                body.max_tokens,
-                # The best are known by the log-probabilities of their tokens.
-                logprobs=0 if body.logprobs is None and count > body.n else body.logprobs,
-                prompt_logprobs=prompt_logprobs,
-                bound=bound,
-                chat=False,
             )
-            echo = _text(engine.files.tokenizer, prompt) if body.echo else ""
-            for choice in choices_of(request, count, len(requests)):
-                choices.append(_Choice(engine.files.tokenizer, body, len(requests), echo))
-                requests.append(choice)
-            # A thousand prompts hold up no other client.
-            await asyncio.sleep(0)
-        head = {
-            "id": f"cmpl-{requests[0].request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or engine.name,
-        }
-        if body.stream:
+            requests: list[Request] = []
+            echoes: list[str] = []
+            for prompt in (truncated(engine, body, prompt, body.max_tokens) for prompt in prompts):
+                request = await make_request(
+                    engine,
+                    body,
+                    prompt,
+                    body.max_tokens,
+                    # The best are known by the log-probabilities of their tokens.
+                    logprobs=0 if body.logprobs is None and count > body.n else body.logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    bound=bound,
+                    chat=False,
+                )
+                echoes.append(_text(engine.files.tokenizer, prompt) if body.echo else "")
+                requests += choices_of(request, count, len(requests))
+                # A thousand prompts hold up no other client.
+                await asyncio.sleep(0)
+            head = {
+                "id": f"cmpl-{requests[0].request_id}",
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": body.model or engine.name,
+            }
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http, _stream(engine, requests, count, head, choices, usage=usage))
-        return await json_reply(await unless_gone(http, _whole(engine, requests, count, head, choices, body.n)))
+            wish = _Wish(body.logprobs, body.prompt_logprobs, body.echo, body.skip_special_tokens)
+            return CompletionReply(requests, echoes, count, body.n, head, wish, usage)
+
+        return await reply(http, answers, form, stream=body.stream)
 
     return router
 
@@ -143,14 +144,24 @@ def _text(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a client wants to be told: the fields of the body that have these names."""
+
+    logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
+    skip_special_tokens: bool
+
+
 class _Choice:
     """Makes the objects of one choice: one for all of it, or one after the other for parts of it."""
 
-    def __init__(self, tokenizer: Tokenizer | None, body: CompletionRequest, index: int, echo: str) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, wish: _Wish, index: int, echo: str) -> None:
         """echo: the prompt's text, where it is asked for."""
-        self._tokenizer, self._body, self._index = tokenizer, body, index
+        self._tokenizer, self._wish, self._index = tokenizer, wish, index
         self._logprobs = CompletionLogprobs(
-            tokenizer, body.logprobs or 0, len(echo), skip_special_tokens=body.skip_special_tokens
+            tokenizer, wish.logprobs or 0, len(echo), skip_special_tokens=wish.skip_special_tokens
         )
         # What the first object says of the prompt.
         self._echo = echo
@@ -168,19 +179,19 @@ class _Choice:
             await asyncio.to_thread(self._take_prompt, prompt)
 
     def _take_prompt(self, prompt: Sequence[PromptToken]) -> None:
-        body = self._body
-        if body.echo and body.logprobs is not None:
+        wish = self._wish
+        if wish.echo and wish.logprobs is not None:
             for name, entries in self._logprobs.of_prompt(prompt).items():
                 self._echoed_logprobs.setdefault(name, WrittenList()).extend(entries)
-        if body.prompt_logprobs is not None:
-            self._prompt_logprobs.extend(vllm_prompt_logprobs(self._tokenizer, prompt, body.prompt_logprobs))
+        if wish.prompt_logprobs is not None:
+            self._prompt_logprobs.extend(vllm_prompt_logprobs(self._tokenizer, prompt, wish.prompt_logprobs))
 
     def made_of(self, piece: Piece, finish_reason: str | None = None) -> dict[str, Any]:
         """Return the object of the answer's next piece; the first one begins with what was asked of the prompt."""
         text, self._echo = self._echo + piece.text, ""
         logprobs: Mapping[str, Any] = self._echoed_logprobs
         self._echoed_logprobs = {}
-        if piece.logprobs and self._body.logprobs is not None:
+        if piece.logprobs and self._wish.logprobs is not None:
             of_answer = self._logprobs.of_answer(piece.token_ids, piece.logprobs)
             for name, echoed in logprobs.items():
                 echoed.extend(of_answer[name])
@@ -191,47 +202,71 @@ class _Choice:
         return made
 
 
-async def _whole(
-    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice], told: int
-) -> dict[str, Any]:
-    """Return the reply to a whole request. count: answers to each prompt. told: how many of them it tells."""
-    answers: dict[int, Answer] = {}
-    async for part in answer_all(engine, requests):
-        if isinstance(part.content, Answer):
-            answers[part.index] = part.content
-        else:
-            await choices[part.index].take_prompt(part.content.prompt)
-    made: list[dict[str, Any]] = []
-    for first in range(0, len(choices), count):
-        of_prompt = [answers[index] for index in range(first, first + count)]
-        for index in _best(of_prompt, told) if told < count else range(count):
-            answer = of_prompt[index]
-            piece = Piece(answer.token_ids, answer.text or "", answer.logprobs or ())
-            choice = await asyncio.to_thread(choices[first + index].made_of, piece, answer.finish_reason)
-            made.append(choice | {"index": len(made)})
-    return {**head, "choices": made, "usage": usage_of(answers, count), "timings": timings_of(answers[0])}
+@dataclass(frozen=True, slots=True)
+class CompletionReply:
+    """How the answers to plain prompts are told. requests: those of the first prompt, then those of the second and so
+    on. echoes: what each prompt's answers begin with. count: answers to each prompt. told: how many of them a whole
+    reply tells. head: what every object begins with. usage: whether a stream tells it."""
 
+    requests: list[Request]
+    echoes: list[str]
+    count: int
+    told: int
+    head: dict[str, Any]
+    wish: _Wish
+    usage: bool
 
-async def _stream(
-    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice], *, usage: bool
-) -> AsyncGenerator[SentEvent]:
-    # The last chunk has the usage; null in the others says that it will come.
-    head = {**head, "usage": None} if usage else head
-    answers: dict[int, Answer] = {}
-    async for part in answer_all(engine, requests):
-        choice, content = choices[part.index], part.content
-        if isinstance(content, Answer):
-            answers[part.index] = content
-            long, end = choice.holds_prompt, choice.made_of(Piece(()), content.finish_reason)
-            chunk = {**head, "choices": [end], "timings": timings_of(content)}
-            yield await json_event(chunk) if long else chunk
-        elif content.prompt:
-            await choice.take_prompt(content.prompt)
-        else:
-            long, made = choice.holds_prompt, choice.made_of(content)
-            if long or made["text"] or made["logprobs"]:
-                chunk = {**head, "choices": [made]}
+    @property
+    def name(self) -> str:
+        """See `ReplyForm`."""
+        return str(self.head["id"])
+
+    def _choices(self, engine: Engine) -> list[_Choice]:
+        tokenizer = engine.files.tokenizer
+        return [
+            _Choice(tokenizer, self.wish, index, self.echoes[index // self.count])
+            for index in range(len(self.requests))
+        ]
+
+    async def whole(self, engine: Engine, parts: Parts) -> dict[str, Any]:
+        """See `ReplyForm`."""
+        choices, count, told = self._choices(engine), self.count, self.told
+        answers: dict[int, Answer] = {}
+        async for part in parts:
+            if isinstance(part.content, Answer):
+                answers[part.index] = part.content
+            else:
+                await choices[part.index].take_prompt(part.content.prompt)
+        made: list[dict[str, Any]] = []
+        for first in range(0, len(choices), count):
+            of_prompt = [answers[index] for index in range(first, first + count)]
+            for index in _best(of_prompt, told) if told < count else range(count):
+                answer = of_prompt[index]
+                piece = Piece(answer.token_ids, answer.text or "", answer.logprobs or ())
+                choice = await asyncio.to_thread(choices[first + index].made_of, piece, answer.finish_reason)
+                made.append(choice | {"index": len(made)})
+        return {**self.head, "choices": made, "usage": usage_of(answers, count), "timings": timings_of(answers[0])}
+
+    async def stream(self, engine: Engine, parts: Parts) -> AsyncGenerator[SentEvent]:
+        """See `ReplyForm`."""
+        choices, usage = self._choices(engine), self.usage
+        # The last chunk has the usage; null in the others says that it will come.
+        head = {**self.head, "usage": None} if usage else self.head
+        answers: dict[int, Answer] = {}
+        async for part in parts:
+            choice, content = choices[part.index], part.content
+            if isinstance(content, Answer):
+                answers[part.index] = content
+                long, end = choice.holds_prompt, choice.made_of(Piece(()), content.finish_reason)
+                chunk = {**head, "choices": [end], "timings": timings_of(content)}
                 yield await json_event(chunk) if long else chunk
-    if usage:
-        yield {**head, "choices": [], "usage": usage_of(answers, count)}
-    yield "[DONE]"
+            elif content.prompt:
+                await choice.take_prompt(content.prompt)
+            else:
+                long, made = choice.holds_prompt, choice.made_of(content)
+                if long or made["text"] or made["logprobs"]:
+                    chunk = {**head, "choices": [made]}
+                    yield await json_event(chunk) if long else chunk
+        if usage:
+            yield {**head, "choices": [], "usage": usage_of(answers, self.count)}
+        yield "[DONE]"

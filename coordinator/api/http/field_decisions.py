@@ -101,7 +101,7 @@ _EVERYWHERE: Mapping[str, Accepted | Refused] = {
 
 _OF_OPENAI: Mapping[str, Accepted | Refused] = {
     "metadata": Accepted("nothing is stored"),
-    "store": Accepted("nothing is stored"),
+    "store": Accepted("what is kept, and for how long, is as the server is set"),
     "user": Accepted("clients are told apart by their keys"),
     "safety_identifier": Accepted("clients are told apart by their keys"),
     "service_tier": Accepted("there is one tier"),
@@ -132,13 +132,12 @@ DECISIONS: Mapping[Api, Mapping[str, Accepted | Refused]] = {
         **{name: decision for name, decision in _OF_OPENAI.items() if name != "metadata"},
         "stream_options": Accepted("it only hides the lengths of events"),
         "max_tool_calls": Accepted("it counts calls of built-in tools, and there are none"),
-        "background_options": Accepted("nothing runs in the background"),
+        "background_options": Accepted("what runs in the background runs as the rest does"),
         "include": Refused(
             "log-probabilities come by chat completions: leave message.output_text.logprobs out",
             lambda value: isinstance(value, list) and "message.output_text.logprobs" not in value,
             "a list without `message.output_text.logprobs`",
         ),
-        "background": _unless(False, why="no reply is stored here to be fetched later: leave it out and use stream"),
         "previous_response_id": Refused(_NOTHING_STORED),
         "conversation": Refused(_NOTHING_STORED),
         "prompt": Refused(_NOTHING_STORED),

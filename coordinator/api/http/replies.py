@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
@@ -18,6 +19,15 @@ T = TypeVar("T")
 
 SentEvent = dict[str, Any] | str | tuple[str, dict[str, Any]] | bytes
 """An event of a stream: an object or a text is its `data`, a pair its name and data; bytes are ready to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """An event with the id by which a client can say that it has it."""
+
+    event: SentEvent
+    event_id: str
+
 
 KEEP_ALIVE_S = 10
 """Between comments that keep a connection open during a long prefill."""
@@ -82,7 +92,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def event_stream(request: Request, events: AsyncGenerator[SentEvent]) -> EventSourceResponse:
+async def event_stream(request: Request, events: AsyncGenerator[SentEvent | Identified]) -> EventSourceResponse:
     """Return a reply that streams events.
 
     An error before the first event is raised, so that it gets a status; a later one becomes an event. Raises ClientGone
@@ -90,7 +100,7 @@ async def event_stream(request: Request, events: AsyncGenerator[SentEvent]) -> E
     """
     path = request.url.path
 
-    async def first_event() -> SentEvent | None:
+    async def first_event() -> SentEvent | Identified | None:
         return await anext(events, None)
 
     first = await unless_gone(request, first_event())
@@ -111,7 +121,14 @@ async def event_stream(request: Request, events: AsyncGenerator[SentEvent]) -> E
     return EventSourceResponse(frames(), ping=KEEP_ALIVE_S, headers={"X-Accel-Buffering": "no"})
 
 
-def _frame(event: SentEvent) -> dict[str, str] | bytes:
+def _frame(event: SentEvent | Identified) -> dict[str, str] | bytes:
+    if isinstance(event, Identified):
+        frame = _frame(event.event)
+        return (
+            b"id: %b\r\n%b" % (event.event_id.encode(), frame)
+            if isinstance(frame, bytes)
+            else {**frame, "id": event.event_id}
+        )
     if isinstance(event, bytes):
         return event
     if isinstance(event, tuple):

@@ -16,6 +16,7 @@ import structlog
 from coordinator.api.grpc.server import GrpcServer
 from coordinator.api.http.app import create_app
 from coordinator.api.http.loading import UntilLoaded
+from coordinator.api.http.reply_forms import new_answers
 from coordinator.api.http.server import HttpServer
 from coordinator.cli.command import Command
 from coordinator.cli.console import console
@@ -32,6 +33,7 @@ from coordinator.cli.started_model import start_model
 from coordinator.cluster.supervisor import supervised
 from coordinator.engine.engine import Engine
 from coordinator.engine.handover import Handover
+from coordinator.journal.directory import Journal
 from coordinator.status.board import Board
 from coordinator.text.model_files import read_model_files
 from services.reread import read_again_on_hangup
@@ -74,6 +76,8 @@ async def serve(
     read = read_model_files(model.model, defaults.defaults(model.model))
     files = replace(read, tool_call_format=service.tool_call_parser, reasoning_format=service.reasoning_parser)
     async with contextlib.AsyncExitStack() as stack:
+        # So is a journal that cannot be written.
+        journal = None if service.journal is None else stack.enter_context(contextlib.closing(Journal(service.journal)))
         # A port that is taken is told before anything is loaded.
         door = UntilLoaded()
         http_server = await stack.enter_async_context(
@@ -109,6 +113,7 @@ async def serve(
             prompt_lookup=model.prompt_lookup,
         )
         board = await stack.enter_async_context(Board(engine))
+        answers = new_answers(engine, journal, keep_s=service.keep_answers)
         stop = _stop_signal()
         # Both stop before the workers do.
         door.app = create_app(
@@ -120,6 +125,7 @@ async def serve(
             cors_origins=access.origins,
             client_timeout_s=service.client_timeout,
             hosts=access.hosts(listen.host, tls),
+            answers=await stack.enter_async_context(answers),
         )
         stack.push_async_callback(http_server.stop)
         if grpc_server is not None:

@@ -11,6 +11,7 @@ import click
 
 from coordinator.api.api_keys import ApiKeys
 from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
+from coordinator.api.http.kept_answers import KEEP_S
 from coordinator.cli.option_groups import Flag
 from coordinator.cluster.supervisor import REPLACE_AFTER_S
 from coordinator.engine.generation import RESUME_TIMEOUT_S
@@ -202,6 +203,25 @@ class ServiceOptions:
             metavar="SECONDS",
         ),
     ] = REPLACE_AFTER_S
+    journal: Annotated[
+        Path | None,
+        Flag(
+            "A directory to which running answers are written as they come. A server that is started again with it "
+            "goes on with those that had not ended, with the same tokens; clients ask again with their "
+            "Idempotency-Key or Last-Event-ID. Responses in the background need it. It holds prompts and answers as "
+            "they are.",
+            metavar="DIR",
+        ),
+    ] = None
+    keep_answers: Annotated[
+        float,
+        Flag(
+            "How long answers that have ended can be asked for again: those with an Idempotency-Key, and with "
+            "--journal streamed ones and responses in the background. Then they are removed, from the journal too.",
+            type=click.FloatRange(0, min_open=True),
+            metavar="SECONDS",
+        ),
+    ] = KEEP_S
     client_timeout: Annotated[
         float,
         Flag(

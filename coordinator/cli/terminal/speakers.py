@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator.answer import Answer
-from coordinator.api.http.chat_exchange import Talk, ToolUse, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import Talk, ToolUse, exchange_requests, prepare_exchange
+from coordinator.api.http.choices import answer_all
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.usage import timings_of
 from coordinator.cli.http_client import RemoteServer
@@ -127,7 +128,7 @@ class LocalSpeaker:
             self._engine, body, Talk(body.messages, ToolUse([])), max_tokens=body.max_tokens
         )
         parser = exchange.parser()
-        async with contextlib.aclosing(answer_exchange(self._engine, exchange)) as events:
+        async with contextlib.aclosing(answer_all(self._engine, exchange_requests(exchange))) as events:
             async for event in events:
                 if not isinstance(event.content, Answer):
                     for part in _parts(parser.push(event.content.text)):
