@@ -33,7 +33,9 @@ READING = [
     "/v1/models",
     "/v1/models/{name}",
     "/v1/status",
+    "/v1/responses/{response_id}",
 ]
+ENDING = ["/v1/responses/{response_id}/cancel"]
 OPERATING = ["/v1/drain"]
 ENDLESS = ["/v1/events"]
 LIMITS = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 2}
@@ -56,7 +58,7 @@ def schema(server: Server) -> Any:
 
 def test_everything_is_in_it(schema: Any) -> None:
     paths = {operation.ok().path for operation in schema.get_all_operations()}
-    assert paths == {*ASKING, *COUNTING, *OPERATING, *READING, *ENDLESS}
+    assert paths == {*ASKING, *COUNTING, *OPERATING, *READING, *ENDING, *ENDLESS}
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "refused"])
@@ -68,6 +70,11 @@ def test_bodies(schema: Any, path: str, mode: GenerationMode) -> None:
 @pytest.mark.parametrize("path", READING)
 def test_questions(schema: Any, path: str) -> None:
     check(schema[path]["GET"], GenerationMode.POSITIVE, 5)
+
+
+@pytest.mark.parametrize("path", ENDING)
+def test_what_ends_answers(schema: Any, path: str) -> None:
+    check(schema[path]["POST"], GenerationMode.POSITIVE, 5)
 
 
 def check(operation: Any, mode: GenerationMode, examples: int) -> None:

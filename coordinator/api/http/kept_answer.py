@@ -33,8 +33,8 @@ class KeptAnswer:
     """One reply's answers. header: how they were asked for. form: how they are told. parts: what has come of them.
 
     boundaries: how many parts were known each time that a process took them up from a journal. begun: whether a turn
-    has come. stopped: LEFT, CANCELLED or FAILED where they stopped before their end, the latter with an error. ended_at:
-    when they ended or stopped, in Unix seconds; None while they go on. size: about how many bytes of memory it is.
+    has come. stopped: LEFT, CANCELLED or FAILED where they stopped before their end, the latter with an error.
+    ended_at: when they ended or stopped, in Unix seconds; None while they go on. size: about how many bytes it takes.
     """
 
     def __init__(self, engine: Engine, form: ReplyForm, stored: StoredAnswer, file: AnswerFile | None) -> None:

@@ -134,3 +134,26 @@ async def test_what_ends_every_chain_is_given_up() -> None:
     with pytest.raises(Unavailable, match="nobody is there"):
         await answered(cluster)
     assert len(cluster.sessions) == 1 + MOST_RESUMPTIONS
+
+
+@pytest.mark.parametrize("stop", [(), ("jumps",), ("lazy dog and",)])
+@pytest.mark.parametrize("block_size", [0, 4])
+async def test_an_answer_of_a_process_that_has_ended(stop: tuple[str, ...], block_size: int) -> None:
+    """Wherever that came to: behind each piece the answer goes on, with the same pieces together and the same end, by
+    whole pieces, stop strings that had begun and text that was held back; a complete one is not computed."""
+    fields: dict[str, Any] = {"stop_strings": stop, "logprobs": 1}
+    told, whole = await answered(ScriptedCluster(Script(says(TEXT))), **fields)
+    for count in range(1, len(told) + 1):
+        cluster: Any = ScriptedCluster(Script(says(TEXT)), block_size=block_size)
+        going_on = Generation(cluster, request(**fields), TOKENIZER, prompt_lookup=True, told=told[:count])
+        rest = [piece async for piece in going_on.pieces()]
+        pieces = [*told[:count], *rest]
+        assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
+        assert "".join(piece.text for piece in pieces) == whole.text
+        answer = going_on.answer
+        assert answer is not None
+        assert (answer.token_ids, answer.text, answer.logprobs) == (whole.token_ids, whole.text, whole.logprobs)
+        assert (answer.finish_reason, answer.stop_string) == (whole.finish_reason, whole.stop_string)
+        assert answer.stats.resumed == 1
+        is_complete = sum(len(piece.token_ids) for piece in told[:count]) == len(whole.token_ids)
+        assert len(cluster.sessions) == (0 if is_complete else 1)
