@@ -19,7 +19,8 @@ EXAMPLES = re.findall(r"^```(bash|python)\n(.*?)^```", PAGE.read_text(encoding="
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve"), *PAIR, "--target-devices", "cpu") as running:
+    folder = tmp_path_factory.mktemp("serve")
+    with serving(folder, *PAIR, "--target-devices", "cpu", "--journal", folder / "journal") as running:
         yield running
 
 
