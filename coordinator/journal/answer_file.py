@@ -127,12 +127,10 @@ def _take(stored: StoredAnswer, record: dict[str, Any]) -> bool:
 
 
 def _piece(record: dict[str, Any]) -> Piece:
-    return Piece(
-        tuple(record["tokens"]),
-        record["text"],
-        from_plain(tuple[TokenLogprobs, ...], record.get("logprobs", [])),
-        from_plain(tuple[PromptToken, ...], record.get("prompt", [])),
-    )
+    # Most pieces have neither, and a server that is started again reads many.
+    logprobs = from_plain(tuple[TokenLogprobs, ...], record["logprobs"]) if "logprobs" in record else ()
+    prompt = from_plain(tuple[PromptToken, ...], record["prompt"]) if "prompt" in record else ()
+    return Piece(tuple(record["tokens"]), record["text"], logprobs, prompt)
 
 
 def _answer(record: dict[str, Any], parts: list[ChoicePart]) -> Answer:

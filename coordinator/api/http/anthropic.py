@@ -14,15 +14,15 @@ from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from coordinator.answer import Answer, Request
+from coordinator.answer import Answer
 from coordinator.api.engine_requests import check_model, max_counted_tokens, render
-from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, exchange_requests, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, ExchangeReply, Talk, ToolUse, prepare_exchange
 from coordinator.api.http.documented import ANSWER, ANTHROPIC_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.replies import SentEvent
-from coordinator.api.http.reply_form import Parts
+from coordinator.api.http.reply_form import Parts, answer_of
 from coordinator.api.http.replying import reply
 from coordinator.api.http.schemas import (
     ChatMessage,
@@ -313,32 +313,16 @@ def _stop(answer: Answer, called: bool) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageReply:
+class MessageReply(ExchangeReply):
     """How an answer is told as a message. head: what the message begins with. shown: whether the text of its thinking
     is."""
 
-    exchange: ChatExchange
-    head: dict[str, Any]
     shown: bool
-
-    @property
-    def requests(self) -> list[Request]:
-        """See `ReplyForm`."""
-        return exchange_requests(self.exchange)
-
-    @property
-    def name(self) -> str:
-        """See `ReplyForm`."""
-        return str(self.head["id"])
 
     async def whole(self, engine: Engine, parts: Parts) -> dict[str, Any]:
         """See `ReplyForm`."""
         exchange, head, shown = self.exchange, self.head, self.shown
-        answer = None
-        async for part in parts:
-            if isinstance(part.content, Answer):
-                answer = part.content
-        assert answer is not None
+        answer, _ = await answer_of(parts)
         content = _content(exchange, _displayed(exchange.read(answer), shown))
         stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
         return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}

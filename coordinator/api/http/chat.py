@@ -14,7 +14,14 @@ from starlette.responses import Response
 
 from coordinator.answer import Answer, Piece, Request
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, exchange_requests, prepare_exchange
+from coordinator.api.http.chat_exchange import (
+    ChatExchange,
+    ExchangeReply,
+    Talk,
+    ToolUse,
+    exchange_requests,
+    prepare_exchange,
+)
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
@@ -68,7 +75,7 @@ def routes(engine: Engine, answers: KeptAnswers) -> APIRouter:
                 "model": body.model or engine.name,
             }
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return ChatReply(exchange, body.n, head, usage)
+            return ChatReply(exchange, head, body.n, usage)
 
         return await reply(http, answers, form, stream=body.stream)
 
@@ -130,24 +137,17 @@ def call_id(exchange: ChatExchange, choice: int, index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatReply:
+class ChatReply(ExchangeReply):
     """How the answers to a chat are told. count: how many of them. head: what every object begins with. usage: whether
     a stream tells it."""
 
-    exchange: ChatExchange
     count: int
-    head: dict[str, Any]
     usage: bool
 
     @property
     def requests(self) -> list[Request]:
         """See `ReplyForm`."""
         return exchange_requests(self.exchange, self.count)
-
-    @property
-    def name(self) -> str:
-        """See `ReplyForm`."""
-        return str(self.head["id"])
 
     async def whole(self, engine: Engine, parts: Parts) -> dict[str, Any]:
         """See `ReplyForm`."""

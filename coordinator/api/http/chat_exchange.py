@@ -158,6 +158,24 @@ def exchange_requests(exchange: ChatExchange, count: int = 1) -> list[Request]:
     return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeReply:
+    """What the replies of chat APIs have in common. exchange: what they answer. head: what the reply begins with."""
+
+    exchange: ChatExchange
+    head: dict[str, Any]
+
+    @property
+    def requests(self) -> list[Request]:
+        """See `ReplyForm`."""
+        return exchange_requests(self.exchange)
+
+    @property
+    def name(self) -> str:
+        """See `ReplyForm`."""
+        return str(self.head["id"])
+
+
 def _bound(
     engine: Engine,
     opening: Opening,

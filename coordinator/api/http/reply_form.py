@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from coordinator.answer import ChoicePart, Request
+from coordinator.answer import Answer, ChoicePart, Request
 from coordinator.api.http.replies import SentEvent
 from coordinator.engine.engine import Engine
 
 Parts = AsyncGenerator[ChoicePart]
 """The parts of all answers of one reply as they come. It raises the error that ends them, if one does."""
+
+
+async def answer_of(parts: Parts) -> tuple[Answer, float]:
+    """Wait for the answer of a reply that has one. Returns it, and when it was complete in Unix seconds."""
+    answer, ended_at = None, 0.0
+    async for part in parts:
+        if isinstance(part.content, Answer):
+            answer, ended_at = part.content, part.came_at
+    assert answer is not None
+    return answer, ended_at
 
 
 class ReplyForm(Protocol):

@@ -11,9 +11,9 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from coordinator.answer import Answer, Piece, Request
+from coordinator.answer import Answer, Piece
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.chat_exchange import ChatExchange, Talk, exchange_requests, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, ExchangeReply, Talk, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.errors import HttpError, logged, to_http
 from coordinator.api.http.field_decisions import Api, refuse_fields
@@ -21,7 +21,7 @@ from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.kept_answer import KeptAnswer, Place
 from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.replies import SentEvent, json_reply
-from coordinator.api.http.reply_form import Parts
+from coordinator.api.http.reply_form import Parts, answer_of
 from coordinator.api.http.replying import asked_of, check_last, kept_for, kept_stream, reply
 from coordinator.api.http.response_input import ResponsesRequest, answer_format, make_messages, tool_use
 from coordinator.api.http.response_items import OutputItems, StreamedEvent
@@ -214,29 +214,12 @@ def _finished(
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseReply:
+class ResponseReply(ExchangeReply):
     """How an answer is told as a response. head: the response before its answer."""
-
-    exchange: ChatExchange
-    head: dict[str, Any]
-
-    @property
-    def requests(self) -> list[Request]:
-        """See `ReplyForm`."""
-        return exchange_requests(self.exchange)
-
-    @property
-    def name(self) -> str:
-        """See `ReplyForm`."""
-        return str(self.head["id"])
 
     async def whole(self, engine: Engine, parts: Parts) -> dict[str, Any]:
         """See `ReplyForm`."""
-        answer, ended_at = None, 0.0
-        async for part in parts:
-            if isinstance(part.content, Answer):
-                answer, ended_at = part.content, part.came_at
-        assert answer is not None
+        answer, ended_at = await answer_of(parts)
         items = OutputItems(self.exchange.request.unique_id)
         for event in self.exchange.read(answer):
             items.add(event)
