@@ -208,7 +208,10 @@ class ChainAttempt:
                 unanswered -= 1
                 self._report(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
                 if self._request.prompt_logprobs is not None:
-                    yield state.add_prompt(answered, prompt[answered : commit.length], commit)
+                    piece = state.add_prompt(answered, prompt[answered : commit.length], commit)
+                    # An attempt before may have told all of it.
+                    if piece.prompt:
+                        yield piece
                 answered = commit.length
         self._length = commit.length
         if not state.token_ids:
