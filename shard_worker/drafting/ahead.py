@@ -16,6 +16,7 @@ from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.drafting.drafters import DraftRunner, DraftState
 from shard_worker.drafting.runner import blocks_of
 from shard_worker.model.kernels.accept import ACCEPTED, ASKED, STOPS, UNDECIDED, WHOLE, accept
+from shard_worker.model.kernels.complete_step import complete_step
 from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.stage.step_runner import ROW_COUNTS, StepRunner
 
@@ -27,7 +28,8 @@ class Following:
     rows: how many it has in the step. decided: whether it is decided on the device which of them count; otherwise
     nothing follows. whole: they all count, as those of a prompt, and the token behind the last one is produced. state:
     its context in the draft, None where it has none. draft_tokens: how many are to be proposed to it, 0 for none.
-    stop_tokens: behind which nothing counts, at most STOPS.
+    stop_tokens: behind which nothing counts, at most STOPS. before: how many rows it has in a step before this one of
+    which the host does not know yet how many count: the context has those that do only on the device.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Following:
     stop_tokens: AbstractSet[int] = frozenset()
     decided: bool = True
     whole: bool = False
+    before: int = 0
 
     @property
     def asked(self) -> int:
@@ -54,6 +57,8 @@ class BlocksAhead:
         self._asked = torch.zeros((self._sessions, ASKED), dtype=torch.int64, device=device)
         self._asked_for: Sequence[tuple[int, AbstractSet[int]]] = ()
         self._outcome = torch.zeros(self._sessions + rows, dtype=torch.int64, device=device)
+        self._proposed = torch.zeros(rows, dtype=torch.int64, device=device)
+        """The rows of the blocks that were issued last."""
         self._spare: list[Arriving] = []
 
     def takes(self, sessions: Sequence[Following]) -> bool:
@@ -65,6 +70,7 @@ class BlocksAhead:
             and all(len(one.stop_tokens) <= STOPS for one in sessions)
             and self._draft.takes(
                 [one.state for one in drafted],
+                [one.before for one in drafted],
                 [one.rows for one in drafted],
                 [one.draft_tokens for one in drafted],
             )
@@ -84,13 +90,19 @@ class BlocksAhead:
         they must fit, as `takes` says. chosen: the target's token for each row of the step, int64 [n]. total: float32
         [n, hidden], the sum of the rows' features. commit: queues that recurrent layers advance, where the step's rows
         are uncommitted, by so many rows of each session as its argument says, int64 [sessions or more] on the device.
-        Nothing else may be done with the contexts before `Issued.produced` was called.
+        Nothing else may be done with the contexts before `Issued.produced` was called, but for issuing what follows a
+        step that was completed with `complete`.
         """
         draft = self._draft
-        states, rows = [one.state for one in sessions], [one.rows for one in sessions]
+        states, rows, before = [], [], []
+        for one in sessions:
+            states.append(one.state)
+            rows.append(one.rows)
+            before.append(one.before)
         with draft.device.current():
-            draft.send_append_parameters(states, rows)
-            draft.send_block_parameters(states, [one.draft_tokens for one in sessions], rows)
+            draft.send_append_parameters(states, rows, before)
+            counted_later = [earlier + count for earlier, count in zip(before, rows, strict=True)]
+            draft.send_block_parameters(states, [one.draft_tokens for one in sessions], counted_later)
             self._ask(sessions)
             most = max((one.rows for one in sessions if one.decided and not one.whole), default=1)
             session_rows = next(count for count in ROW_COUNTS if count >= most)
@@ -112,13 +124,22 @@ class BlocksAhead:
             arriving.outcome[:count].copy_(outcome[:count], non_blocking=True)
             _record(arriving.decided)
             draft.launch_append(total)
-            proposed = draft.launch_blocks()
+            self._proposed = proposed = draft.launch_blocks()
             arriving.proposed[: len(proposed)].copy_(proposed, non_blocking=True)
             _record(arriving.ready)
             # Behind the draft tokens, which somebody waits for; before the next step, which needs it.
             if commit is not None:
                 commit(outcome)
         return Issued(sessions, arriving, self._sessions, self._spare.append)
+
+    def complete(self, step: StepParameters) -> None:
+        """Queue that the outcome of the step whose blocks were issued last is put into the parameters of the next one:
+        of each session that is behind it where its rows begin, its known token and its draft tokens.
+
+        A session that ended there, by a stop token, has no rows that count in the next step.
+        """
+        draft = self._draft
+        complete_step(step, draft.proposing, self._asked, draft.known_tokens, self._proposed, ROW_COUNTS[-1])
 
     def _ask(self, sessions: Sequence[Following]) -> None:
         asked_for = [(one.asked, one.stop_tokens) for one in sessions]

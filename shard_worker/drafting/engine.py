@@ -123,7 +123,8 @@ class DraftEngine:
     ) -> DraftRunner | None:
         """Return the kernels that take so many rows and draft tokens of these sessions, None where none do."""
         runners = (self.runner if len(states) == 1 else None, self.batch_runner)
-        fitting = (one for one in runners if one is not None and one.takes(states, appended, draft_tokens))
+        before = [0] * len(states)
+        fitting = (one for one in runners if one is not None and one.takes(states, before, appended, draft_tokens))
         return next(fitting, None)
 
     def hidden(self, state: DraftState, position: int, embedded: torch.Tensor, tokens: int) -> torch.Tensor:

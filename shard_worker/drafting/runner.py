@@ -71,16 +71,22 @@ class DFlashRunner:
     def device(self) -> Device:
         return self._draft.device
 
-    def takes(self, states: Sequence[DFlashState], appended: Sequence[int], draft_tokens: Sequence[int]) -> bool:
-        """Return whether so many rows of features of each session, and blocks behind them, can be computed here."""
+    def takes(
+        self, states: Sequence[DFlashState], before: Sequence[int], appended: Sequence[int], draft_tokens: Sequence[int]
+    ) -> bool:
+        """Return whether so many rows of features of each session, and blocks behind them, can be computed here.
+
+        before: rows that may come before those.
+        """
         longest, blocks = self._draft.config.max_position, [_block_rows(tokens) for tokens in draft_tokens]
         if len(states) > (self._sessions or 1) or max(sum(appended), sum(blocks)) > self._row_counts[-1]:
             return False
         sums = 0
-        for state, rows, block in zip(states, appended, blocks, strict=True):
-            if rows > self._appended_rows or state.length + rows + self.session_rows > longest:
+        for state, earlier, rows, block in zip(states, before, appended, blocks, strict=True):
+            length = state.length + earlier + rows
+            if rows > self._appended_rows or length + self.session_rows > longest:
                 return False
-            sums += block * chunk_count(state.length + rows + block)
+            sums += block * chunk_count(length + block)
         return self._sessions is None or sums <= sums_room(self._made_with(sum(blocks)), longest, alone=False)
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
@@ -92,7 +98,7 @@ class DFlashRunner:
             self.set_mask_row(mask_row)
             # Several sessions without rows write nothing; one alone writes to memory of nobody.
             scratch = [self._draft.allocate(self.session_rows)] if self._sessions is None else []
-            self.send_append_parameters(scratch, [self.session_rows] * len(scratch))
+            self.send_append_parameters(scratch, [self.session_rows] * len(scratch), [0] * len(scratch))
             self.send_block_parameters(scratch, [self.session_rows - 1] * len(scratch), [0] * len(scratch))
             for rows, job in itertools.product(self._row_counts, (self._append, self._propose)):
                 self._capture_once(job, rows)
@@ -131,7 +137,7 @@ class DFlashRunner:
         counts: how many rows each has. mixed: `DFlashDraft.mix` of them, [n, hidden].
         """
         with self._draft.device.current():
-            self.send_append_parameters(states, counts)
+            self.send_append_parameters(states, counts, [0] * len(states))
             self.launch_append(mixed)
         for state, count in zip(states, counts, strict=True):
             state.length += count
@@ -154,12 +160,15 @@ class DFlashRunner:
 
     # --- the pieces, for a caller that completes the parameters itself
 
-    def send_append_parameters(self, states: Sequence[DFlashState | None], counts: Sequence[int]) -> None:
+    def send_append_parameters(
+        self, states: Sequence[DFlashState | None], counts: Sequence[int], behind: Sequence[int]
+    ) -> None:
         """Send to the device where the next rows of the contexts go; those of a session without a context go nowhere.
 
-        counts: how many rows each session has, one session's behind the other's.
+        counts: how many rows each session has, one session's behind the other's. behind: rows of each that may yet
+        count before them.
         """
-        self._send(self.appending, states, counts, [0] * len(states))
+        self._send(self.appending, states, counts, behind)
 
     def send_block_parameters(
         self, states: Sequence[DFlashState | None], draft_tokens: Sequence[int], behind: Sequence[int]

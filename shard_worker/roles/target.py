@@ -140,7 +140,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._servicer = StageServicer(self, resources.links)
         # Drafts first: sessions wait for them with their next steps.
         self._drafting = DraftBatches(resources.thread, self._announce)
-        self.batches = StepBatches(resources.thread, self.sessions)
+        self.batches = StepBatches(resources.thread, self.sessions, self._drafting)
         self._edges = BatchEdges(resources.thread, self.batches)
 
     @property

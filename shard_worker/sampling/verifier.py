@@ -131,7 +131,7 @@ class Verifier:
             if kind is not StepKind.DECODE or issued is not None:
                 self._remember_last(step, committed_rows)
         if issued is not None and kind is StepKind.VERIFY:
-            state.length, state.pending = state.length + committed_rows, 0
+            state.length, state.pending, state.ahead = state.length + committed_rows, state.ahead, 0
         return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, issued, step.sessions, step.rows)
 
     def draws(self, forward: Forward) -> list[Draw] | None:

@@ -87,6 +87,15 @@ def probable_following_step(step: Forward, request: OpenSession) -> Forward | No
     return following_step(step, length, (UNKNOWN_TOKEN,), (), request)
 
 
+def probable_following_block(step: Forward, request: OpenSession) -> Forward | None:
+    """Return the verify that follows a step with as many draft tokens as it asks for, with UNKNOWN_TOKEN for every
+    token, and at the highest position at which it may begin; None where none follows, or a shorter one might."""
+    length = step.base_position + len(step.token_ids)
+    if _tokens_left(length, request) <= step.propose_tokens:
+        return None
+    return following_step(step, length, (UNKNOWN_TOKEN,), (UNKNOWN_TOKEN,) * step.propose_tokens, request)
+
+
 class FollowingSession:
     """A `StageSession` around that of a first stage with others behind it, which begins the steps that follow by
     themselves.

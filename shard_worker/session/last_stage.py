@@ -36,7 +36,12 @@ from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
-from shard_worker.session.following import following_step, is_followed, probable_following_step
+from shard_worker.session.following import (
+    following_step,
+    is_followed,
+    probable_following_block,
+    probable_following_step,
+)
 from shard_worker.session.session import (
     DeviceEvent,
     DeviceSession,
@@ -55,6 +60,7 @@ from shard_worker.stage.step_graph import StepPart
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Following, IssuedBlock
+    from shard_worker.model.kernels.step_parameters import StepParameters
 
 
 def draft_lost(error: FlashsplitError, beside: Location) -> Failure:
@@ -335,7 +341,11 @@ class LastStageDeviceSession(DeviceSession):
         def then(token_ids: tuple[int, ...]) -> None:
             if not forward.propose_tokens:
                 self.follow(forward, token_ids, ())
-                self._batches.end_following(self)
+            rows = len(token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
+            if forward.propose_tokens and is_followed(forward, forward.base_position + rows, token_ids, self._request):
+                # What was launched behind it is asked for when the draft tokens are there.
+                return
+            self._batches.end_following(self)
 
         return self._verifier.decide(step, self.state(), meanwhile, then)
 
@@ -433,13 +443,19 @@ class LastStageDeviceSession(DeviceSession):
             self._batches.add_following(WaitingStep(self, following, then, self.break_by))
 
     def following(self, forward: Forward) -> Forward | None:
-        if not self._alone or forward.kind is not StepKind.DECODE:
+        if not self._alone or forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
+            return None
+        if forward.propose_tokens:
+            return probable_following_block(forward, self._request)
+        # Behind a verify a single row begins nobody knows where; one of recurrent layers could not be taken back.
+        if forward.kind is StepKind.VERIFY or not (self._request.draft is None or self._stage.mixes_uncommitted):
             return None
         return probable_following_step(forward, self._request)
 
-    @property
-    def issues_blocks(self) -> bool:
-        return self.draft is not None and self.draft.ahead_together is not None
+    def complete_step(self, parameters: StepParameters) -> None:
+        assert self.draft is not None
+        assert self.draft.ahead_together is not None
+        self.draft.ahead_together.complete(parameters)
 
     def issue_together(
         self, steps: Sequence[tuple[SteppingSession, Forward]], outputs: Sequence[StepPart]
@@ -472,7 +488,10 @@ class LastStageDeviceSession(DeviceSession):
         if draft is None or not self._verifier.is_decided_on_device(forward):
             return Following(rows, decided=False)
         whole = forward.kind is not StepKind.VERIFY
-        return Following(rows, draft.state, forward.propose_tokens, self._request.stop_token_ids, whole=whole)
+        # The context is as long as the session, but for rows of which the host does not know yet whether they count.
+        before = forward.base_position - draft.state.length
+        stops = self._request.stop_token_ids
+        return Following(rows, draft.state, forward.propose_tokens, stops, whole=whole, before=before)
 
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         return self._request.draft is None and self._verifier.needs_argmax_alone

@@ -63,6 +63,7 @@ from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import IssuedBlock
+    from shard_worker.model.kernels.step_parameters import StepParameters
 
 log = structlog.get_logger()
 
@@ -516,11 +517,6 @@ class DeviceSession(ABC):
         """How many rows the stage computes together."""
         return self._stage.most_rows_together
 
-    @property
-    def issues_blocks(self) -> bool:
-        """Whether the draft's blocks behind its steps are queued with them."""
-        return False
-
     def kind(self, forward: Forward) -> Hashable:
         """Return what is equal for steps that can be computed together; None for one that is computed alone."""
         stage, rows, uncommitted = self._stage, len(forward.token_ids), forward.kind is StepKind.VERIFY
@@ -532,9 +528,15 @@ class DeviceSession(ABC):
         return (id(stage), mixed or uncommitted, self._request.draft is None, invariant_rows)
 
     def following(self, forward: Forward) -> Forward | None:
-        """Return the step that follows this one by itself, without its token, whatever this one comes to but a stop
-        token; None where none does."""
+        """Return the step that follows this one by itself, without its tokens, whatever this one comes to but a stop
+        token; None where none does. Where that depends on how many rows of this one count, it begins at the highest
+        position that it may."""
         return None
+
+    def complete_step(self, parameters: StepParameters) -> None:
+        """Queue that the device puts into the parameters of a step, which were sent, what it alone knows yet: where the
+        rows begin that follow issued blocks, and their tokens."""
+        raise AssertionError("no blocks are issued here")
 
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         """Return whether what a step comes to is known from the most probable token of each row."""
@@ -553,7 +555,7 @@ class DeviceSession(ABC):
         return [None] * len(steps)
 
     def take_back(self, *, computed: bool) -> None:
-        """Forget the step of one row that was begun last, and perhaps computed: it does not come, or only later."""
+        """Forget the step that was begun last behind another one, and perhaps computed: it does not come, or later."""
         self._progress.step -= 1
         if computed and self._progress.state is not None:
             self._stage.take_back(self._progress.state)
@@ -576,13 +578,14 @@ class DeviceSession(ABC):
         )
         return ComputedStep(forward, computed, features, started_ns, 1, len(given.token_ids))
 
-    def begin(self, forward: Forward) -> StepInput:
+    def begin(self, forward: Forward, behind: int | None = None) -> StepInput:
         """Count a step that is about to be computed, take the memory for it, and return its rows.
 
+        behind: the session's number in the step before, where only the device knows which of its rows count there.
         Raises FailedPrecondition where the session is closed, ResourceExhausted where there is no memory.
         """
         state = self.state()
-        if state.pending:
+        if state.pending and behind is None:
             # The commit may be among the jobs behind this step.
             self._stage.commit(state, forward.base_position)
         self._stage.reserve(state, len(forward.token_ids))
@@ -600,7 +603,7 @@ class DeviceSession(ABC):
                 else:
                     features.slices[piece.capture_index] = tensor
         uncommitted = forward.kind is StepKind.VERIFY
-        return StepInput(self._stage, state, forward.token_ids, features, uncommitted, hidden)
+        return StepInput(self._stage, state, forward.token_ids, features, uncommitted, hidden, behind)
 
     def commit(self, step: int, length: int) -> None:
         """Let the rows of a verify count up to `length` tokens, unless that has been done already."""

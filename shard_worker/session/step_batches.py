@@ -2,9 +2,8 @@
 
 A step that finds no other is computed as that of a lone session. On a GPU that has the whole chain, steps that follow
 by themselves are launched together before the results of the last ones are read, so that the device need not wait for
-the host. Where drafts decide what follows, many sessions take turns as two groups instead, one of which computes while
-the host reads the results of the other. It owns the steps that wait. It must not know where steps come from, nor what
-becomes of their results.
+the host: also where draft tokens follow, which the device then knows alone. It owns the steps that wait. It must not
+know where steps come from, nor what becomes of their results.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from services.errors import FlashsplitError
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward
-from shard_worker.device.executor import DeviceThread, device_error, raising_first
+from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, raising_first
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw, draw_together
 from shard_worker.sampling.verifier import ComputedStep
@@ -30,12 +29,9 @@ from shard_worker.stage.step_graph import StepPart, token_of_row
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import IssuedBlock
+    from shard_worker.model.kernels.step_parameters import StepParameters
 
 T = TypeVar("T")
-
-TWO_GROUPS_FROM = 48
-"""From so many sessions on, whose blocks are issued on the device, steps are those of two groups in turn: what the host
-does between two steps takes longer by then than a device does for two half steps in place of a whole one."""
 
 
 class SteppingSession(Protocol):
@@ -49,22 +45,24 @@ class SteppingSession(Protocol):
     def most_rows(self) -> int:
         """How many rows its stage computes together."""
 
-    @property
-    def issues_blocks(self) -> bool:
-        """Whether the draft's blocks behind its steps are queued with them."""
-
     def kind(self, forward: Forward) -> Hashable:
         """Return what is equal for steps that can be computed together; None for one that is computed alone."""
 
-    def begin(self, forward: Forward) -> StepInput:
+    def begin(self, forward: Forward, behind: int | None = None) -> StepInput:
         """Count a step that is about to be computed, take the memory for it, and return its rows.
 
+        behind: the session's number in the step before, where only the device knows which of its rows count there.
         Raises FailedPrecondition where the session is closed, ResourceExhausted where there is no memory.
         """
 
     def following(self, forward: Forward) -> Forward | None:
-        """Return the step that follows this one by itself, without its token, whatever this one comes to but a stop
-        token; None where none does."""
+        """Return the step that follows this one by itself, without its tokens, whatever this one comes to but a stop
+        token; None where none does. Where that depends on how many rows of this one count, it begins at the highest
+        position that it may."""
+
+    def complete_step(self, parameters: StepParameters) -> None:
+        """Queue that the device puts into the parameters of a step, which were sent, what it alone knows yet: where the
+        rows begin that follow issued blocks, and their tokens."""
 
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         """Return whether what a step comes to is known from the most probable token of each row."""
@@ -80,7 +78,7 @@ class SteppingSession(Protocol):
         of these rows counts for that."""
 
     def take_back(self, *, computed: bool) -> None:
-        """Forget the step of one row that was begun last, and perhaps computed: it does not come, or only later."""
+        """Forget the step that was begun last behind another one, and perhaps computed: it does not come, or later."""
 
     def compute_begun(self, forward: Forward, given: StepInput) -> ComputedStep:
         """Run the stage on a step alone that was begun, of which `given` came."""
@@ -110,8 +108,8 @@ class WaitingStep:
 class _Row:
     """A step of a session in a step of several that was launched behind another one.
 
-    forward: without its token, where that is not known yet. step: what is to be done with its results; None as long as
-    nobody has asked for it.
+    forward: without its tokens, where they are not known yet. step: what is to be done with its results; None as long
+    as nobody has asked for it.
     """
 
     session: SteppingSession
@@ -137,15 +135,17 @@ class _Launched:
 class StepBatches:
     """The steps that wait on one device thread, as `BatchedWork` of that thread."""
 
-    def __init__(self, thread: DeviceThread, sessions: Collection[object]) -> None:
-        """sessions: those that are open, now and later."""
-        self._thread, self._sessions = thread, sessions
+    def __init__(self, thread: DeviceThread, sessions: Collection[object], drafting: BatchedWork) -> None:
+        """sessions: those that are open, now and later. drafting: what drafts on the same thread have to do behind
+        steps, which says what follows them."""
+        self._thread, self._sessions, self._drafting = thread, sessions, drafting
         self._waiting: deque[WaitingStep | tuple[WaitingStep, ...]] = deque()
         """Steps that came alone, and such as came together."""
         self._launched: _Launched | None = None
         """The step whose results have not been read yet."""
         self._expected: dict[SteppingSession, _Row] = {}
-        """Those of its rows whose tokens are not known yet, while the results of the step before it are read."""
+        """Those of its rows that nobody has asked for yet: the results of the step before it are being read, or the
+        draft tokens behind that one are still to come."""
         self._rows = self._session_steps = 0
         self._steps_by_rows = [0] * (len(BATCH_ROW_BOUNDS) + 1)
         thread.serve(self)
@@ -186,8 +186,11 @@ class StepBatches:
         row = self._expected.pop(step.session, None)
         if row is None:
             self._add(step)
-        elif replace(row.forward, token_ids=step.forward.token_ids) == step.forward:
+        elif _is_launched(row.forward, step.forward):
             row.forward, row.step = step.forward, step
+            if self._launched is not None:
+                # The device began with it when the draft tokens were there.
+                self._launched.started_ns = time.monotonic_ns()
         else:
             step.session.take_back(computed=True)
             self._add(step)
@@ -266,6 +269,17 @@ class StepBatches:
             if step.begins():
                 self._compute([step], errors)
 
+    def _ask_for_launched(self, errors: list[Exception]) -> None:
+        """Let the drafts' work be done that says what follows, and then leave out what was launched and is not asked
+        for: its session was closed."""
+        while self._expected and self._drafting.waiting:
+            try:
+                self._drafting.run()
+            except Exception as error:
+                errors.append(error)
+        for session in [*self._expected]:
+            self.end_following(session)
+
     def _next(self) -> list[WaitingStep]:
         """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn.
 
@@ -295,10 +309,7 @@ class StepBatches:
 
     def _share(self, session: SteppingSession) -> int:
         """Return how many sessions a batch has at most, so that each stage has one."""
-        batches = session.chain_length
-        if len(self._sessions) >= TWO_GROUPS_FROM and session.issues_blocks:
-            batches += 1
-        return -(-len(self._sessions) // batches)
+        return -(-len(self._sessions) // session.chain_length)
 
     def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
         """Compute steps together, or one behind the other what is too much for one step."""
@@ -344,7 +355,8 @@ class StepBatches:
         self._thread.computes("step", count)
         started_ns = time.monotonic_ns()
         try:
-            outputs = inputs[0].stage.step_together(inputs)
+            behind = next((row.session for row in rows if row.given.behind is not None), None)
+            outputs = inputs[0].stage.step_together(inputs, None if behind is None else behind.complete_step)
             issued = rows[0].session.issue_together([(row.session, row.forward) for row in rows], outputs)
         except Exception as error:
             for row in rows:
@@ -360,23 +372,22 @@ class StepBatches:
 
     def _may_go_on(self) -> bool:
         """Return whether steps may be launched behind the one that is on the device, which overwrite all of its results
-        but the most probable tokens."""
+        but the most probable tokens, or what was issued with it."""
         launched = self._launched
         if launched is None:
             return False
         if all(issued is not None for issued in launched.issued):
-            return len(self._sessions) >= TWO_GROUPS_FROM
+            stage, rows = launched.rows[0].given.stage, sum(len(row.given.token_ids) for row in launched.rows)
+            return stage.steps_behind(rows, blocks=True)
         return all(row.session.is_decided_by_argmax(row.forward) for row in launched.rows)
 
     def _go_on(self, errors: list[Exception]) -> None:
         """Launch what follows by itself behind the step that is on the device, with what has come, and then read the
         results of that one."""
+        self._ask_for_launched(errors)
         before, self._launched = self._launched, None
         assert before is not None
-        if before.issued[0] is not None:
-            rows = self._begin_others(before, errors)
-        else:
-            rows = self._begin_following(before, errors)
+        rows = self._begin_following(before, errors)
         most = len(rows) and rows[0].given.stage.most_together([row.given for row in rows])
         for row in rows[most:]:
             if row.step is None:
@@ -386,9 +397,6 @@ class StepBatches:
         if launched is not None:
             self._expected = {row.session: row for row in launched.rows if row.step is None}
         self._settle_all(before, errors)
-        for session in [*self._expected]:
-            # It was closed.
-            self.end_following(session)
         # Behind all of them: who hears of the first would keep the thread from the others.
         before.rows[0].session.announce()
         if launched is not None:
@@ -397,49 +405,46 @@ class StepBatches:
         self._launched = launched
         self._compute_rows(left, errors)
 
-    def _begin_others(self, before: _Launched, errors: list[Exception]) -> list[_Row]:
-        """Begin steps of other sessions than those in `before`, where so many wait that they are a group."""
-        computing = {row.session for row in before.rows}
-        waiting = [step for one in [*self._waiting] for step in _steps(one)]
-        if not waiting or 2 * len(waiting) < self._share(waiting[0].session):
-            return []
-        if any(step.session in computing for step in waiting):
-            return []
-        return self._begun(self._next(), errors)
-
     def _begin_following(self, before: _Launched, errors: list[Exception]) -> list[_Row]:
         """Begin what can be one step behind `before`: the steps that follow its own by themselves, and all that wait.
 
         None are begun where these cannot be one step, or others are to be done.
         """
-        following: list[tuple[_Row, Forward, int]] = []
-        row_count = 0
-        for row in before.rows:
+        blocks = before.issued[0] is not None
+        following: list[tuple[int, _Row, Forward, int]] = []
+        row_count = rows_following = 0
+        for number, row in enumerate(before.rows):
             row_count += len(row.given.token_ids)
             forward = None if row.step is None else row.session.following(row.forward)
             if forward is not None:
-                following.append((row, forward, row_count - 1))
+                following.append((number, row, forward, row_count - 1))
+                rows_following += len(forward.token_ids)
         waiting = [step for one in [*self._waiting] for step in _steps(one)]
-        kind = before.rows[0].session.kind(before.rows[0].forward)
+        stage = before.rows[0].given.stage
+        kinds = {row.session.kind(forward) for _, row, forward, _ in following}
+        kinds |= {step.session.kind(step.forward) for step in waiting}
         if (
             len(following) < 2
             or self._thread.has_jobs
-            or not before.rows[0].given.stage.steps_behind(len(following) + _rows(waiting))
-            or any(step.session.kind(step.forward) != kind for step in waiting)
+            or not stage.steps_behind(rows_following + _rows(waiting), blocks=blocks)
+            or len(kinds) > 1
         ):
             return []
         for _ in range(len(waiting)):
             self._waiting.popleft()
-        rows = self._begun([step for step in waiting if step.begins()], errors)
-        for row, forward, last_row in following:
+        rows = []
+        for number, row, forward, last_row in following:
             # Its session may be closed, or find no memory: it hears so when the step comes.
             with contextlib.suppress(Exception):
-                given = row.session.begin(forward)
-                rows.append(_Row(row.session, forward, replace(given, token_ids=(token_of_row(last_row),)), None))
-        return rows
+                given = row.session.begin(forward, number if blocks else None)
+                if not blocks:
+                    given = replace(given, token_ids=(token_of_row(last_row),))
+                rows.append(_Row(row.session, forward, given, None))
+        return self._begun([step for step in waiting if step.begins()], errors) + rows
 
     def _settle_launched(self, errors: list[Exception]) -> None:
         """Read the results of the step that is on the device, if there is one."""
+        self._ask_for_launched(errors)
         launched, self._launched = self._launched, None
         if launched is not None:
             self._settle_all(launched, errors)
@@ -465,6 +470,13 @@ class StepBatches:
         self._rows += rows
         self._session_steps += sessions
         self._steps_by_rows[bisect.bisect_left(BATCH_ROW_BOUNDS, rows)] += 1
+
+
+def _is_launched(launched: Forward, asked: Forward) -> bool:
+    """Return whether a step that was launched without knowing its tokens, and perhaps where it begins, is the one that
+    is asked for."""
+    known = replace(launched, token_ids=asked.token_ids, base_position=asked.base_position)
+    return known == asked and len(launched.token_ids) == len(asked.token_ids)
 
 
 def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep, ...]:

@@ -6,7 +6,7 @@ the memory that they read and write between sessions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,12 +40,15 @@ _STEPS_LAUNCHED = 2
 class SessionTokens:
     """One session's part of a step: the first row's position, a token for each, and the session's caches.
 
-    A token may be one of `token_of_row`, where the embedding and the head are on this device.
+    A token may be one of `token_of_row`, where the embedding and the head are on this device. behind: the session's
+    number in the step before, where only the device knows which of its rows count there: `base` is then the highest
+    that it may be, and the tokens stand for what the device knows.
     """
 
     base: int
     token_ids: tuple[int, ...]
     caches: SegmentCaches
+    behind: int | None = None
 
     @property
     def length(self) -> int:
@@ -115,13 +118,18 @@ class BatchRunner:
         sums = sum(len(session.token_ids) * chunk_count(session.length) for session in sessions)
         return sums <= sums_room(_made_with(rows), self._longest, alone=False)
 
-    def runs_behind(self, rows: int) -> bool:
-        """Return whether a step of so many single rows can be launched before the results of the last one are read,
-        with tokens of `token_of_row`: it knows them, keeps nothing that could not be left out later, and has been
-        captured, which would be in the way of those results."""
-        if self._embedding is None or self._head is None or self._layers.delta is not None:
+    def runs_behind(self, rows: int, *, blocks: bool) -> bool:
+        """Return whether a step of so many rows can be launched before the results of the last one are read: it knows
+        the tokens, keeps nothing that could not be left out later, and has been captured, which would be in the way of
+        those results.
+
+        blocks: they are blocks of a draft that were issued with the last step, of which recurrent layers keep nothing
+        by themselves; otherwise single rows, with tokens of `token_of_row`.
+        """
+        recurrent = self._layers.delta is not None
+        if self._embedding is None or self._head is None or (recurrent and not blocks):
             return False
-        return rows <= ROW_COUNTS[-1] and Variant(_made_with(rows), False, False) in self._captured
+        return rows <= ROW_COUNTS[-1] and Variant(_made_with(rows), recurrent, blocks) in self._captured
 
     def run(
         self,
@@ -130,12 +138,14 @@ class BatchRunner:
         features: Features | None,
         *,
         uncommitted: bool,
+        complete: Callable[[StepParameters], None] | None = None,
     ) -> StepOutput:
         """Launch a step of all these sessions' rows, one session's behind the other's.
 
         They must fit, as `fits` says. hidden: the rows [n, hidden] from the stage before, on any device, where no
         embedding is here. features: what the draft reads of the rows is added to it; None where no draft wants it.
-        uncommitted: `commit` says later which rows count; otherwise all do.
+        uncommitted: `commit` says later which rows count; otherwise all do. complete: queues that the parameters are
+        completed, where sessions are `behind`.
         """
         count = sum(len(session.token_ids) for session in sessions)
         recurrent = self._layers.delta is not None
@@ -147,6 +157,8 @@ class BatchRunner:
             if hidden is not None:
                 self._hidden[:count].copy_(hidden, non_blocking=True)
             self._parameters.send()
+            if complete is not None:
+                complete(self._parameters)
             if step.graph is None:
                 step = self._launch(variant)
             else:
@@ -204,6 +216,7 @@ class BatchRunner:
                 rows,
                 token_ids=session.token_ids,
                 first_sum=first_sum,
+                behind=session.behind,
                 attention=session.caches.attention,
                 recurrent=session.caches.recurrent,
             )

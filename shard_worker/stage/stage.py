@@ -5,8 +5,9 @@ It owns weights; a session's caches are in a `StageState`. It must not know proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.weight import RowLookup
 
+if TYPE_CHECKING:
+    from shard_worker.model.kernels.step_parameters import StepParameters
+
 MOST_ROWS_TOGETHER = 256
 """Most rows of a step of several sessions in plain torch."""
 
@@ -44,6 +48,8 @@ class StageState:
     """Committed tokens."""
     pending: int = 0
     """Rows of a verify that is not committed yet."""
+    ahead: int = 0
+    """Rows of a verify that was launched behind that one."""
 
     @property
     def size_bytes(self) -> int:
@@ -57,7 +63,8 @@ class StepInput:
 
     token_ids: a token for each row. features: what captured rows are added to, with what came of the stages before;
     None where no draft wants any. uncommitted: `commit` says later how many of the rows count; otherwise all do.
-    hidden: what the stage before made of the rows, [n, hidden] on the CPU; None on the first stage.
+    hidden: what the stage before made of the rows, [n, hidden] on the CPU; None on the first stage. behind: as of
+    `SessionTokens`.
     """
 
     stage: Stage
@@ -66,6 +73,7 @@ class StepInput:
     features: Features | None
     uncommitted: bool
     hidden: torch.Tensor | None = None
+    behind: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,25 +243,32 @@ class Stage:
             return sum(len(one.token_ids) for one in inputs) <= MOST_ROWS_TOGETHER
         return all(runner.fits(_session_tokens(inputs, index)) for index, runner in enumerate(self.batch_runners))
 
-    def steps_behind(self, rows: int) -> bool:
-        """Return whether a step of so many single rows of several sessions can be launched before the results of the
-        last one are read, with tokens of `token_of_row`. Rows of it may be left out later, by `take_back`."""
-        return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows)
+    def steps_behind(self, rows: int, *, blocks: bool) -> bool:
+        """Return whether a step of so many rows of several sessions can be launched before the results of the last one
+        are read. Rows of it may be left out later, by `take_back`. blocks: as of `BatchRunner.runs_behind`."""
+        return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows, blocks=blocks)
 
     @staticmethod
     def take_back(state: StageState) -> None:
-        """Leave out a single row that was computed last, where the stage steps behind others. It keeps its memory."""
-        state.length -= 1
+        """Leave out the rows that were computed last, where the stage steps behind others. They keep their memory."""
+        if state.ahead:
+            state.ahead = 0
+        elif state.pending:
+            state.pending = 0
+        else:
+            state.length -= 1
 
     def commit_last(self, counts: torch.Tensor) -> None:
         """Let rows count of each session of the step of several launched last, as `BatchRunner.commit_last`."""
         for runner in self.batch_runners:
             runner.commit_last(counts)
 
-    def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
+    def step_together(
+        self, inputs: Sequence[StepInput], complete: Callable[[StepParameters], None] | None = None
+    ) -> list[StepPart]:
         """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether rows
         are uncommitted, features wanted, and steps batch-invariant. Each one's output is as of `step`; logits are there
-        where the head is. Features are added to each one's own."""
+        where the head is. Features are added to each one's own. complete: as of `BatchRunner.run`."""
         self.cancel()
         counts = [len(one.token_ids) for one in inputs]
         token_ids = [token for one in inputs for token in one.token_ids]
@@ -263,7 +278,7 @@ class Stage:
         wanted = [one.features for one in inputs if one.features is not None]
         features = joined(wanted) if wanted else None
         if self.batch_runners:
-            output = self._run_kernels(inputs, hidden, features)
+            output = self._run_kernels(inputs, hidden, features, complete)
         else:
             rows = self.embed(token_ids) if hidden is None else hidden
             states = [one.state for one in inputs]
@@ -284,12 +299,16 @@ class Stage:
         return output.parts(counts)
 
     def _run_kernels(
-        self, inputs: Sequence[StepInput], hidden: torch.Tensor | None, features: Features | None
+        self,
+        inputs: Sequence[StepInput],
+        hidden: torch.Tensor | None,
+        features: Features | None,
+        complete: Callable[[StepParameters], None] | None,
     ) -> StepOutput:
         output = None
         for index, runner in enumerate(self.batch_runners):
             sessions = _session_tokens(inputs, index)
-            output = runner.run(sessions, hidden, features, uncommitted=inputs[0].uncommitted)
+            output = runner.run(sessions, hidden, features, uncommitted=inputs[0].uncommitted, complete=complete)
             hidden = output.hidden
         assert output is not None
         for one in inputs:
@@ -349,7 +368,7 @@ class Stage:
         """Take the memory for a session's next rows: one that finds none must not be the end of those that are computed
         with it. Raises ResourceExhausted where there is no memory."""
         for caches in state.caches:
-            caches.reserve(state.length + rows)
+            caches.reserve(state.length + state.pending + rows)
 
     def commit(self, state: StageState, length: int) -> None:
         """Let the rows of the verify in flight count up to the position `length`."""
@@ -394,11 +413,21 @@ class Stage:
 
     @staticmethod
     def _count(state: StageState, rows: int, uncommitted: bool) -> None:
-        if uncommitted:
+        if uncommitted and state.pending:
+            state.ahead = rows
+        elif uncommitted:
             state.pending = rows
         else:
             state.length += rows
 
 
 def _session_tokens(inputs: Sequence[StepInput], segment: int) -> list[SessionTokens]:
-    return [SessionTokens(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]
+    return [
+        SessionTokens(
+            one.state.length + (0 if one.behind is None else one.state.pending),
+            one.token_ids,
+            one.state.caches[segment],
+            one.behind,
+        )
+        for one in inputs
+    ]

@@ -71,9 +71,11 @@ class DraftRunner(Protocol):
     def known_tokens(self) -> torch.Tensor:
         """Where each block's known token itself belongs, int64 [sessions]."""
 
-    def takes(self, states: Sequence[Any], appended: Sequence[int], draft_tokens: Sequence[int]) -> bool:
+    def takes(
+        self, states: Sequence[Any], before: Sequence[int], appended: Sequence[int], draft_tokens: Sequence[int]
+    ) -> bool:
         """Say whether so many rows of features of each session, and blocks of so many draft tokens behind them, can be
-        computed by these kernels."""
+        computed by these kernels. before: rows that may come before those."""
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
         """Compile and capture everything. mask_row: the mask token's embedding, [hidden].
@@ -90,9 +92,9 @@ class DraftRunner(Protocol):
         """Return each session's draft tokens. known: the token before each session's; the other arguments are as in
         `Draft.propose`."""
 
-    def send_append_parameters(self, states: Sequence[Any], counts: Sequence[int]) -> None:
+    def send_append_parameters(self, states: Sequence[Any], counts: Sequence[int], behind: Sequence[int]) -> None:
         """Send to the device where the next rows of each context go, one session's behind the other's. None instead of
-        a state: its rows go nowhere."""
+        a state: its rows go nowhere. behind: rows that may yet count before them."""
 
     def send_block_parameters(self, states: Sequence[Any], draft_tokens: Sequence[int], behind: Sequence[int]) -> None:
         """Send to the device where each session's block goes; 0 draft tokens, or None instead of a state: it has none.

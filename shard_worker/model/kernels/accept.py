@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.step_parameters import BASE, FIRST_ROW, ROWS, StepParameters
+from shard_worker.model.kernels.step_parameters import BASE, ENDED, FIRST_ROW, ROWS, StepParameters
 
 STOPS = 8
 """The most stop tokens of a session that there is room for."""
@@ -47,6 +47,18 @@ def _accept(
         if (rows == 0) | (tl.load(asked) == UNDECIDED):
             tl.store(outcome + session, tl.zeros_like(rows))
             return
+        base = tl.load(step + BASE)
+        if tl.load(step + ENDED) != 0:
+            # Its context stays as it is, and a block is nobody's.
+            tl.store(outcome + session, tl.zeros_like(rows))
+            tl.store(appended + ms, tl.full((SESSION_ROWS,), -1, tl.int64), mask=ms < rows)
+            for copy in tl.static_range(COPIES):
+                tl.store(appending + session * line + copy * stride + ROWS, tl.zeros_like(rows))
+                tl.store(proposing + session * line + copy * stride + BASE, base)
+            return
+        for copy in tl.static_range(COPIES):
+            # The host may not know it yet.
+            tl.store(appending + session * line + copy * stride + BASE, base)
         outcome_at = outcome + counts + first
     else:
         outcome_at = outcome + counts

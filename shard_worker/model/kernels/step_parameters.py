@@ -30,6 +30,10 @@ FIRST_SUM = tl.constexpr(9)
 """The index of where attention may leave the session's partial sums, in rows and chunks: behind those of the sessions
 before it."""
 
+BEHIND, ENDED = tl.constexpr(10), tl.constexpr(11)
+"""The indices of what `complete_step` needs: one more than the session's number in the step before, whose outcome says
+where this one begins, 0 where the host knows that; and of what it finds: 1 where the session ended there."""
+
 FIRST_PAGE = tl.constexpr(16)
 """The index of the address of the session's first page; the others follow."""
 
@@ -186,12 +190,15 @@ class StepParameters:
         copy: int = 0,
         token_ids: Sequence[int] = (),
         first_sum: int = 0,
+        behind: int | None = None,
         attention: AttentionCache | None = None,
         recurrent: RecurrentCache | None = None,
     ) -> None:
         """Add a session's rows to the step, behind those of the sessions before it.
 
-        first_row: the number of rows before it. base: the first row's position. first_sum: as of `FIRST_SUM`.
+        first_row: the number of rows before it. base: the first row's position. first_sum: as of `FIRST_SUM`. behind:
+        the session's number in the step before, where `complete_step` puts in the first row's position and tokens;
+        `base` is then the highest that it may be.
         """
         twin, last = self._twins[self.turn], first_row + rows
         twin.placed[0, first_row:last] = session
@@ -200,6 +207,7 @@ class StepParameters:
         line = twin.lines[copy, session]
         line[: FIRST_ROW.value + 1] = base, rows, first_row
         line[FIRST_SUM.value] = first_sum
+        line[BEHIND.value], line[ENDED.value] = 0 if behind is None else behind + 1, 0
         self._set_caches(copy, session, attention, recurrent)
 
     def _words_of_tokens(self, first: int, token_ids: Sequence[int]) -> None:

@@ -60,7 +60,7 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
     for count, draft_tokens in ((1, 7), (240, 7), (5, 3), (8, 7), (8, 1), (250, 7), (3, 7)):
         piece = Features(total=features[own.length : own.length + count])
         draft.append([expected], [count], piece)
-        if runner.takes([own], [count], [draft_tokens]):
+        if runner.takes([own], [0], [count], [draft_tokens]):
             runner.append([own], [count], draft.mix(piece))
         else:
             draft.append([own], [count], piece)

@@ -51,15 +51,28 @@ class WatchedStage(Stage):
     def most_together(self, inputs: Sequence[StepInput]) -> int:
         return super().most_together(inputs) if self.most is None else min(self.most, len(inputs))
 
-    def steps_behind(self, rows: int) -> bool:
-        return super().steps_behind(rows) if self.behind is None else rows <= 16
+    def steps_behind(self, rows: int, *, blocks: bool) -> bool:
+        return super().steps_behind(rows, blocks=blocks) if self.behind is None else rows <= (256 if blocks else 16)
 
-    def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
+    def step_together(
+        self, inputs: Sequence[StepInput], complete: Callable[[Any], None] | None = None
+    ) -> list[StepPart]:
         self.before_together(inputs)
         if self.behind is None:
-            return super().step_together(inputs)
-        known = [replace(given, token_ids=tuple(self._token(token) for token in given.token_ids)) for given in inputs]
+            return super().step_together(inputs, complete)
+        known = [
+            given
+            if given.behind is not None
+            else replace(given, token_ids=tuple(self._token(token) for token in given.token_ids))
+            for given in inputs
+        ]
+        if complete is not None:
+            # What a device does in the step's parameters, with states that know where the rows begin.
+            complete(known)
         parts = super().step_together(known)
+        for one, given in zip(known, inputs, strict=True):
+            if one.state is not given.state:
+                self._count(given.state, len(given.token_ids), given.uncommitted)
         logits = [part.logits for part in parts]
         self.behind.append(torch.cat([rows for rows in logits if rows is not None]))
         return parts
