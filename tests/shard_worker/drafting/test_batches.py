@@ -183,6 +183,79 @@ def test_blocks_issued_ahead_are_those_of_each_session_alone(tiny: Tiny, name: s
     assert len(counts_seen) > 2
 
 
+@pytest.mark.parametrize("name", ["sliding-causal", "dflash2"] if ON_GPU else ["sliding-causal"])
+@torch.inference_mode()
+def test_a_step_is_completed_by_what_the_device_decided(tiny: Tiny, name: str) -> None:
+    """Two steps are issued before the host reads the outcome of the first: the second one's rows begin where the first
+    one's that count end, its tokens are the blocks issued with that, and a session that ended has none that count. A
+    session that comes with the second step stands among them."""
+    from shard_worker.drafting.ahead import BlocksAhead, Following
+    from shard_worker.model.kernels.step_parameters import BASE, ENDED, StepParameters
+
+    drafting, place = Drafting(tiny, name), device().torch_device
+    together, alone = drafting.contexts((0, 250, 30, 5))
+    step = StepParameters(place, 3, rows=512, sessions=MAX_SESSIONS, twins=2)
+    blocks = BlocksAhead(drafting.together, drafting.embedding)
+    tokens = [ids(4, seed=1), ids(3, seed=2), ids(4, seed=3)]
+    # The second session stops with its second row, of the third one all rows count.
+    chosen = [[*tokens[0][1:3], 100, 5], [tokens[1][1], 7, 9], [*tokens[2][1:], 50]]
+    kept, known = [3, 2, 4], [100, 7, 50]
+    step.begin()
+    first = 0
+    for one, own in enumerate(tokens):
+        step.add(one, first, together[one].length, len(own), token_ids=own)
+        first += len(own)
+    step.send()
+    asked = [Following(len(own), state, 2, STOPS) for own, state in zip(tokens, together, strict=False)]
+    flat = torch.tensor([token for own in chosen for token in own], device=place)
+    total, begun = rows(first, 1), [state.length for state in together]
+    issued = blocks.issue(step, asked, flat, total, None)
+
+    # In another order, with a session before them whose rows the host knows.
+    order, lone = [2, 0, 1], ids(3, seed=4)
+    step.begin()
+    step.add(0, 0, together[3].length, 3, token_ids=lone)
+    for number, one in enumerate(order, 1):
+        highest = together[one].length + len(tokens[one])
+        step.add(number, 3 * number, highest, 3, token_ids=[-1] * 3, behind=one)
+    step.send()
+    blocks.complete(step)
+    completed = step.tokens[:12].tolist()
+    assert completed[:3] == lone
+    assert [completed[3 * number] for number in (1, 2, 3)] == [known[one] for one in order]
+    lines = step.lines[0, :4].cpu()
+    assert lines[1:, BASE.value].tolist() == [begun[one] + kept[one] for one in order]
+    assert lines[:, ENDED.value].tolist() == [0, 0, 0, 1]
+    # The first draft token of each is taken, and not the second.
+    flat = torch.tensor([one for row in range(0, 12, 3) for one in (completed[row + 1], 101, 102)], device=place)
+    later = [Following(3, together[3], 2, STOPS)]
+    later += [Following(3, together[one], 2, STOPS, before=len(tokens[one])) for one in order]
+    assert blocks.takes(later)
+    committed: list[list[int]] = []
+    more = rows(12, 2)
+    issued_later = blocks.issue(step, later, flat, more, lambda counts: committed.append(counts.tolist()))
+
+    assert issued.produced() == [[*own[1:count], last] for own, count, last in zip(tokens, kept, known, strict=True)]
+    proposed = issued.draft_tokens()
+    assert committed[0][:4] == [2, 2, 2, 0]
+    first_rows = (0, 4, 7)
+    for one, (count, last, row) in enumerate(zip(kept, known, first_rows, strict=True)):
+        drafting.engine.append(alone[one], Features(total=total[row : row + count]), alone[one].length)
+        request = DraftRequest(0, alone[one].length, last, 2)
+        assert proposed[one] == drafting.engine.propose(alone[one], request)
+        if one != 1:
+            number = 1 + order.index(one)
+            assert completed[3 * number + 1 : 3 * number + 3] == [*proposed[one]]
+    assert issued_later.produced() == [[completed[row + 1], 101] for row in (0, 3, 6)] + [[]]
+    proposed = issued_later.draft_tokens()
+    for number, one in enumerate([3, *order]):
+        if one != 1:
+            features = Features(total=more[3 * number : 3 * number + 2])
+            drafting.engine.append(alone[one], features, alone[one].length)
+            assert proposed[number] == drafting.engine.propose(alone[one], DraftRequest(1, alone[one].length, 101, 2))
+        assert_same(together[one], alone[one])
+
+
 @pytest.mark.parametrize("name", ["qwen3_5-ratio-3"])
 @torch.inference_mode()
 def test_recurrent_layers_advance_by_what_the_device_decides(tiny: Tiny, name: str) -> None:
