@@ -22,6 +22,7 @@ from shard_worker.model.kernels import decoder
 from shard_worker.model.kernels.accept import ASKED, accept
 from shard_worker.model.kernels.attention import chunk_count, rope_table, sums_room
 from shard_worker.model.kernels.block_rows import block_rows
+from shard_worker.model.kernels.complete_step import complete_step
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
 from shard_worker.model.kernels.select_tokens import select_tokens
@@ -111,7 +112,8 @@ class DFlashRunner:
         self._masked = True
 
     def _prepare_accept(self, embedding: torch.Tensor) -> None:
-        """Compile what decides which rows of a verify count; the numbers that it leaves are sent anew for each step."""
+        """Compile what decides which rows of a verify count, and what completes the step behind it; the numbers that
+        both leave are sent anew for each step."""
         sessions, device = len(self.known_rows), embedding.device
         asked = torch.zeros((sessions, ASKED), dtype=torch.int64, device=device)
         for rows in ROW_COUNTS:
@@ -130,6 +132,9 @@ class DFlashRunner:
                     self.known_tokens,
                     rows,
                 )
+        if self._sessions is not None:
+            step, tokens = self.proposing, self._draft_tokens
+            complete_step(step, self.proposing, asked, self.known_tokens, tokens, ROW_COUNTS[-1])
 
     def append(self, states: Sequence[DFlashState], counts: Sequence[int], mixed: torch.Tensor) -> None:
         """Take features of the committed rows that follow each session's context, one session's behind the other's.

@@ -485,6 +485,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
         following = [Following(rows // 8, context, 15) for context in contexts]
         chosen, total = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, case.target["hidden_size"])
         blocks.issue(several.parameters, following, chosen, total, several.commit_last)
+        blocks.complete(several.parameters)
     for rows in (17, 130, 256):
         hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
         stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
