@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+BLOCKS_AHEAD_FROM = 48
+"""From so many sessions on, steps behind issued blocks are launched before the results of the last one are read: the
+host takes longer for these by then than the device for a step. With fewer it measures steps more surely where each is
+read before the next is launched, and the lengths of blocks follow from that: 64 sessions get 17 % more tokens/s by what
+is launched ahead, 16 get 20 % fewer (8B shape, H200)."""
+
 
 class SteppingSession(Protocol):
     """What a session is to those who compute its steps, on the device thread."""
@@ -378,7 +384,7 @@ class StepBatches:
             return False
         if all(issued is not None for issued in launched.issued):
             stage, rows = launched.rows[0].given.stage, sum(len(row.given.token_ids) for row in launched.rows)
-            return stage.steps_behind(rows, blocks=True)
+            return len(self._sessions) >= BLOCKS_AHEAD_FROM and stage.steps_behind(rows, blocks=True)
         return all(row.session.is_decided_by_argmax(row.forward) for row in launched.rows)
 
     def _go_on(self, errors: list[Exception]) -> None:

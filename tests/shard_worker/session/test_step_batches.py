@@ -144,6 +144,7 @@ async def test_answers_by_kernels_are_those_of_each_alone(
         return issue(blocks, step, sessions, *others)
 
     monkeypatch.setattr(BlocksAhead, "issue", noting)
+    monkeypatch.setattr(step_batches, "BLOCKS_AHEAD_FROM", 2)
     chain = new_chain(name, (), dtype="bfloat16", devices="cuda:0")
     alone = [await answer(chain, request) for request in REQUESTS]
     counts = rows_together(chain)
@@ -433,6 +434,7 @@ async def test_blocks_are_verified_behind_steps_whose_results_are_not_read(
         fields[number] = {"stop_token_ids": frozenset({(await answer_of(number, {}))[17]})}
     alone = [await answer_of(number, one) for number, one in enumerate(fields)]
     blocks = BlocksMadeAtOnce(monkeypatch)
+    monkeypatch.setattr(step_batches, "BLOCKS_AHEAD_FROM", 2)
     watch(chain.roles[0], behind=[])
 
     async def leave() -> None:
