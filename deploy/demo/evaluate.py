@@ -27,7 +27,7 @@ from export import read_draft, read_target, write_json
 from model import Target
 from prompts import held_out
 from selfplay import Generator, Texts
-from train_draft import block_targets
+from train_draft import block_targets, tokens_before
 
 FOLDER = Path(__file__).parent
 
@@ -43,7 +43,9 @@ def tokens_per_verify(target: Target, draft: Draft, mask_id: int, texts: Texts, 
         known = F.embedding(texts.ids.gather(1, place[:, None]), head)
         hidden = draft(memory, known, head[mask_id], place[:, None])[:, 0]
         labels, valid = block_targets(texts, place[:, None], draft.shape.block_size)
-        right = ((hidden @ head.T).argmax(-1) == labels[:, 0]) & valid[:, 0]
+        # Behind a wrong guess nothing counts, so the text's own tokens come before all that do.
+        before = tokens_before(texts, place[:, None], labels)[:, 0]
+        right = (draft.choose(hidden, head, before) == labels[:, 0]) & valid[:, 0]
         accepted = right.long().cumprod(-1).sum(-1)
         yielded = torch.minimum(accepted + 1, texts.end - place) * going
         fresh = going & (place + yielded < loops)

@@ -13,6 +13,7 @@ from shapes import DraftShape, TargetShape
 
 SHARD_BYTES = 14 * 2**20
 LONGEST = 4096
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def write_target(target: Target, folder: Path, turn_end: int, end_of_text: int) -> None:
@@ -66,11 +67,14 @@ def write_target(target: Target, folder: Path, turn_end: int, end_of_text: int) 
 
 def write_draft(draft: Draft, target: TargetShape, folder: Path, mask: int) -> None:
     shape = draft.shape
+    keys: dict[str, object] = {"target_layer_ids": list(shape.target_layer_ids), "mask_token_id": mask}
+    if shape.selector_rank:
+        keys |= {name: getattr(shape, name) for name in DFLASH2_KEYS}
     config = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if shape.selector_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": shape.block_size,
-        "dflash_config": {"target_layer_ids": list(shape.target_layer_ids), "mask_token_id": mask},
+        "dflash_config": keys,
         "num_target_layers": target.num_hidden_layers,
         "vocab_size": target.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -152,9 +156,11 @@ def read_target(folder: Path) -> Target:
 
 def read_draft(folder: Path) -> Draft:
     config = json.loads((folder / "config.json").read_text())
+    own = config["dflash_config"]
     shape = DraftShape(
         **{key: config[key] for key in DraftShape.__dataclass_fields__ if key in config},
-        target_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
+        **{key: own[key] for key in DFLASH2_KEYS if key in own},
+        target_layer_ids=tuple(own["target_layer_ids"]),
         sliding_layers=config["layer_types"].count("sliding_attention"),
     )
     draft = Draft(shape)

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
+# Tables of a vector for each token: matrices by their shape only.
+TABLES = ("embed_tokens.weight", "codebook")
+
 
 def orthogonalize(stack: Tensor) -> Tensor:
     """Push the singular values of a stack of matrices towards one (Newton-Schulz)."""
@@ -52,7 +55,7 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, rate: float, decay: float, skip: str = "") -> None:
         chosen = [(n, p) for n, p in module.named_parameters() if not skip or skip not in n]
-        is_matrix = {name: p.ndim == 2 and min(p.shape) >= 32 and "embed" not in name for name, p in chosen}
+        is_matrix = {name: p.ndim == 2 and min(p.shape) >= 32 and not name.endswith(TABLES) for name, p in chosen}
         self.parameters = [p for _, p in chosen]
         self.muon = Muon([p for n, p in chosen if is_matrix[n]], momentum=0.95, decay=decay)
         others = [p for n, p in chosen if not is_matrix[n]]

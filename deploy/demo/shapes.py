@@ -28,7 +28,11 @@ class TargetShape:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The draft shares the target's width, embedding and output matrix."""
+    """The draft shares the target's width, vocabulary, embedding and output matrix.
+
+    ``conv_kernel_size`` (rows that a convolution around a sublayer mixes) and ``selector_rank``
+    (numbers of a token in the candidate selector) make a DFlash2 draft of it; 0: a DFlash draft.
+    """
 
     hidden_size: int = 384
     intermediate_size: int = 1024
@@ -42,6 +46,11 @@ class DraftShape:
     target_layer_ids: tuple[int, ...] = (1, 3, 5, 8, 10)
     sliding_window: int = 256
     sliding_layers: int = 2
+    vocab_size: int = 8192
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
 
     @property
     def layer_types(self) -> list[str]:

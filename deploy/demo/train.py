@@ -3,6 +3,7 @@
     python deploy/demo/train.py                       # everything, on one GPU
     python deploy/demo/train.py --stage target        # only the target
     python deploy/demo/train.py --stage draft         # only the draft of the target that is there
+    python deploy/demo/train.py --stage draft --dflash2 --from-draft deploy/demo/draft    # a DFlash2 draft
     python deploy/demo/train.py --quick --out /tmp/demo     # a toy run on a CPU, to try the script
 
 Every stage is given seconds rather than steps, writes its result as soon as it has one, and
@@ -40,6 +41,8 @@ class Scale:
 
     target: TargetShape = TargetShape()
     draft: DraftShape = DraftShape()
+    # No more parameters than the other one: a narrower MLP pays for the convolutions and the selector.
+    dflash2: DraftShape = DraftShape(intermediate_size=704, conv_kernel_size=2, selector_rank=48)
     files: int | None = None
     conversations: int = 400_000
     row_length: int = 1024
@@ -57,7 +60,20 @@ class Scale:
 
 QUICK = Scale(
     target=TargetShape(1024, 64, 96, 4, 2, 1, 32, 8, 1e5, 1, 2, 32),
-    draft=DraftShape(64, 96, 2, 2, 1, 32, target_layer_ids=(0, 2), sliding_layers=1),
+    draft=DraftShape(64, 96, 2, 2, 1, 32, target_layer_ids=(0, 2), sliding_layers=1, vocab_size=1024),
+    dflash2=DraftShape(
+        64,
+        48,
+        2,
+        2,
+        1,
+        32,
+        target_layer_ids=(0, 2),
+        sliding_layers=1,
+        vocab_size=1024,
+        conv_kernel_size=2,
+        selector_rank=8,
+    ),
     files=300,
     conversations=2000,
     row_length=256,
@@ -152,19 +168,24 @@ def make_target(scale: Scale, corpus: data.Corpus, options: argparse.Namespace) 
 def make_draft(scale: Scale, corpus: data.Corpus, options: argparse.Namespace) -> None:
     """Self-play, training, figures; always on the rounded weights that are published."""
     device, out = options.device, options.out
+    folder = options.target or out / "target"
+    name = "draft2" if options.dflash2 else "draft"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target = export.read_target(out / "target").to(device, dtype).requires_grad_(False)
-    tokenizer = tokens.load(out / "target")
+    target = export.read_target(folder).to(device, dtype).requires_grad_(False)
+    tokenizer = tokens.load(folder)
     stops = stop_tokens(tokenizer)
     generator = Generator(target, scale.generator_rows, scale.generator_length, stops)
     prompts = data.heldout_prompts(corpus, scale.heldout_chats, scale.heldout_others)
     own = {data.CHATS: 256, data.CODE: 256, data.FUNCTIONS: 256}
-    answers = evaluate.measure(target, None, tokenizer, prompts, lambda *_: generator, own)
-    say(f"target judged: {answers}")
+    if options.from_draft is None:
+        answers = evaluate.measure(target, None, tokenizer, prompts, lambda *_: generator, own)
+        say(f"target judged: {answers}")
     texts = train_draft.self_play(generator, corpus, tokenizer, options.selfplay_seconds, options.seed)
     say("self-play done")
     torch.manual_seed(options.seed)
-    draft = Draft(scale.draft).to(device)
+    draft = Draft(scale.dflash2 if options.dflash2 else scale.draft).to(device)
+    if options.from_draft is not None:
+        draft.start_from(export.read_draft(options.from_draft).to(device), target.head)
     mask = tokens.special_id(tokenizer, tokens.MASK)
     share = {data.CODE: 0.4, data.FUNCTIONS: 0.3, data.CHATS: 0.3}
     result = train_draft.train(
@@ -179,17 +200,23 @@ def make_draft(scale: Scale, corpus: data.Corpus, options: argparse.Namespace) -
         options.draft_rate,
         0.1,
         options.seed,
+        BEGAN + options.total_seconds,
+        lambda: export.write_draft(draft, target.shape, out / name, mask),
     )
-    export.write_draft(draft, target.shape, out / "draft", mask)
+    export.write_draft(draft, target.shape, out / name, mask)
     own_tokens = {kind: float((t.end - t.start + 1).sum()) for kind, t in texts.items()}
-    log(out, "draft", result | {f"selfplay_{kind}": size for kind, size in own_tokens.items()})
+    log(out, name, result | {f"selfplay_{kind}": size for kind, size in own_tokens.items()})
     say(f"draft of {sum(p.numel() for p in draft.parameters()) / 1e6:.1f} M parameters written")
     # Read again: what is judged is what lies on the disk, and nothing of it is compiled.
-    target = export.read_target(out / "target").to(device, dtype)
-    published = export.read_draft(out / "draft").to(device, dtype)
+    target = export.read_target(folder).to(device, dtype)
+    published = export.read_draft(out / name).to(device, dtype)
     figures = evaluate.measure(target, published, tokenizer, prompts, lambda *_: generator, own)
-    log(out, "figures", figures)
+    log(out, "figures2" if options.dflash2 else "figures", figures)
     say(f"figures: {figures}")
+    if options.from_draft is not None:
+        start = export.read_draft(options.from_draft).to(device, dtype)
+        figures = evaluate.measure(target, start, tokenizer, prompts, lambda *_: generator, own, show=0)
+        say(f"figures of the draft that it started from: {figures}")
 
 
 def log(out: Path, name: str, content: dict[str, float]) -> None:
@@ -224,6 +251,24 @@ def parse() -> argparse.Namespace:
         help="the target writes what the draft learns from",
     )
     parser.add_argument("--draft-seconds", type=float, default=250, help="training of the draft")
+    parser.add_argument(
+        "--total-seconds",
+        type=float,
+        default=float("inf"),
+        help="training of the draft ends by then, counted from the start, to be written and measured "
+        "(default: no limit)",
+    )
+    parser.add_argument(
+        "--dflash2",
+        action="store_true",
+        help="train a DFlash2 draft, with convolutions and a candidate selector, and write it to draft2/",
+    )
+    parser.add_argument(
+        "--from-draft",
+        type=Path,
+        help="a trained draft of the same width and layers to start from (default: from nothing)",
+    )
+    parser.add_argument("--target", type=Path, help="the target to train a draft for (default: target/ in --out)")
     parser.add_argument("--target-rate", type=float, default=6e-3, help="peak learning rate")
     parser.add_argument("--draft-rate", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument(

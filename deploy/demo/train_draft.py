@@ -19,6 +19,9 @@ from train_target import compile_blocks, compiled, mixed_precision
 # Self-play per kind: its part of all batches, and the positions of a row.
 PLAN = {data.CODE: (2, 512), data.FUNCTIONS: (2, 512), data.CHATS: (3, 256)}
 
+# With a selector: the part of the loss that asks for the right token without it, so that this is a candidate.
+UNSELECTED = 0.3
+
 
 def self_play(
     generator: Generator, corpus: data.Corpus, tokenizer: Tokenizer, seconds: float, seed: int
@@ -66,21 +69,42 @@ def block_targets(texts: Texts, anchors: Tensor, size: int) -> tuple[Tensor, Ten
     return texts.ids.gather(1, places.flatten(1)).view_as(places), valid
 
 
-def block_loss(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+def tokens_before(texts: Texts, anchors: Tensor, labels: Tensor) -> Tensor:
+    """The token [R, A, size-1] before each of ``block_targets``'s."""
+    return torch.cat((texts.ids.gather(1, anchors)[..., None], labels[..., :-1]), -1)
+
+
+def block_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    weighing: Tensor | None,
+    followers: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Weighted loss, and the mean number of tokens a verify would yield.
 
     A guess only counts if all before it were right, so later rows weigh less, and still less
-    where the draft itself doubts that they will be reached.
+    where the draft itself doubts that they will be reached. For the same reason a selector learns
+    behind the right token before: ``weighing`` [R, A, size-1, rank] is what it multiplies the
+    vectors ``followers`` [V, rank] by. Here it weighs all tokens, and not the candidates alone.
     """
     logits = (hidden @ head.T).float()
-    losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none")
-    losses = losses.view_as(labels)
+    losses = unselected = cross_entropy(logits, labels)
+    if weighing is not None and followers is not None:
+        logits = logits + (weighing @ followers.T).float()
+        losses = cross_entropy(logits, labels)
     row = torch.arange(labels.shape[-1], device=labels.device)
     before = F.pad(losses.detach().cumsum(-1)[..., :-1], (1, 0))
     weight = torch.exp(-row / 7) * (0.3 + 0.7 * torch.exp(-before)) * valid
     right = (logits.argmax(-1) == labels) & valid
     accepted = right.long().cumprod(-1).sum(-1).float().mean()
+    losses = UNSELECTED * unselected + (1 - UNSELECTED) * losses
     return (losses * weight).sum() / weight.sum(), accepted + 1
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(labels)
 
 
 def train(
@@ -95,8 +119,14 @@ def train(
     rate: float,
     decay: float,
     seed: int,
+    until: float,
+    save: Callable[[], None],
 ) -> dict[str, float]:
-    """Every step takes rows of one kind, chosen with the odds in ``share``."""
+    """Every step takes rows of one kind, chosen with the odds in ``share``.
+
+    ``until`` is the time of `time.perf_counter` at which ``seconds`` end at the latest, however long
+    the first steps took. ``save`` is called half way, in case that the run is cut.
+    """
     rng = random.Random(seed)
     device = target.head.device
     head = target.head.detach()
@@ -115,6 +145,7 @@ def train(
         if step == warm:
             print(f"draft: first steps took {time.perf_counter() - began:.0f} s", flush=True)
             began = time.perf_counter()
+            seconds = max(min(seconds, until - began), 1.0)
         progress = (time.perf_counter() - began) / seconds if step >= warm else 0.0
         if progress >= 1:
             break
@@ -132,13 +163,19 @@ def train(
             known = F.embedding(batch.ids.gather(1, places), head).float()
         with mixed_precision(device):
             hidden = draft(features, known, head[mask_id], places)
-            loss, yielded = loss_of(hidden, head, labels, valid)
+            weighing = followers = None
+            if (selector := draft.candidate_selector) is not None:
+                weighing = selector(hidden, tokens_before(batch, places, labels))
+                followers = selector.successor_codebook
+            loss, yielded = loss_of(hidden, head, labels, valid, weighing, followers)
         loss.backward()
         optimizer.step(progress)
         step += 1
         if step % 10 == 0:
             seen[kind].append(float(yielded))
-        if progress - reported >= 0.1:
+        if progress - reported >= 0.05:
+            if reported < 0.5 <= progress:
+                save()
             reported = progress
             recent = {kind: sum(values[-8:]) / len(values[-8:]) for kind, values in seen.items() if values}
             figures = ", ".join(f"{kind} {value:.2f}" for kind, value in recent.items())
