@@ -19,19 +19,22 @@ from services.model.checkpoint_files import read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches, layer_shapes, read_share
+from services.model.stored_experts import experts_in_host, is_in_host
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
     """What steps of one cluster must read and compute.
 
-    speeds: of each stage's first device. stage_bytes: weights that a step reads, by stage. token_bytes: keys and values
-    of a token, in all stages together; state_bytes: recurrent state that a step reads and writes, likewise.
-    draft_bytes: weights that a block reads, lm_head included. matrix_elements: of all layers' matrices.
+    speeds: of each stage's first device. stage_bytes: weights that a step reads there, by stage. host_bytes: those of
+    experts that it reads in the host's memory beside a GPU. token_bytes: keys and values of a token, in all stages
+    together; state_bytes: recurrent state that a step reads and writes, likewise. draft_bytes: weights that a block
+    reads, lm_head included. matrix_elements: of all layers' matrices.
     """
 
     speeds: tuple[DeviceSpeed, ...]
     stage_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
     token_bytes: int
     state_bytes: int
     draft_bytes: int
@@ -54,6 +57,7 @@ class Floor:
         return cls(
             speeds=tuple(speeds),
             stage_bytes=tuple(stages),
+            host_bytes=tuple(_host_weights_read(config, target) for target in targets),
             token_bytes=token_bytes,
             state_bytes=state_bytes,
             draft_bytes=0 if draft is None else draft.weight_bytes + (head if draft.draft_vocab_size is None else 0),
@@ -69,7 +73,8 @@ class Floor:
         share = (context * self.token_bytes + self.state_bytes) / len(self.speeds)
         target = sum(
             (size + share) / speed.copy_bytes_per_s * 1e3
-            for size, speed in zip(self.stage_bytes, self.speeds, strict=True)
+            + (beside / speed.host.copy_bytes_per_s * 1e3 if beside and speed.host is not None else 0)
+            for size, beside, speed in zip(self.stage_bytes, self.host_bytes, self.speeds, strict=True)
         )
         return target + draft if kind == "cycle" else target
 
@@ -85,10 +90,11 @@ def _ends(model: Path, target: TargetDescription) -> tuple[int, int]:
     return size_of.embedding_bytes, size_of.head_bytes
 
 
-def _matrix_elements(config: ModelConfig, layers: LayerRange, *, read: bool = True) -> float:
-    """Return the elements of the matrices of some layers; `read`: of those that a row is multiplied by."""
+def _matrix_elements(config: ModelConfig, layers: LayerRange, *, read: bool = True, in_host: int = 0) -> float:
+    """Return the elements of the matrices of some layers, but for the first `in_host` experts of each; `read`: of those
+    that a row is multiplied by."""
     shapes = [one for layer in range(layers.first, layers.last) for one in layer_shapes(config, layer).items()]
-    matrices = [(name, math.prod(shape)) for name, shape in shapes if len(shape) == 2]
+    matrices = [(name, math.prod(shape)) for name, shape in shapes if len(shape) == 2 and not is_in_host(name, in_host)]
     return sum(elements * (read_share(config, name) if read else 1) for name, elements in matrices)
 
 
@@ -101,8 +107,16 @@ def _weights_read(config: ModelConfig, target: TargetDescription, embedding: int
     first, last = target.layers.first == 0, target.layers.last == target.num_layers
     shared = first and last and config.tied_head
     layers = target.weight_bytes - (embedding if first else 0) - (head if last and not shared else 0)
-    share = _matrix_elements(config, target.layers) / _matrix_elements(config, target.layers, read=False)
-    return round(layers * share) + (head if last else 0)
+    experts = config.experts
+    in_host = experts_in_host(experts.count, target.host_experts) if experts and target.host_weight_bytes else 0
+    read, held = (_matrix_elements(config, target.layers, read=read, in_host=in_host) for read in (True, False))
+    return round(layers * read / held) + (head if last else 0)
+
+
+def _host_weights_read(config: ModelConfig, target: TargetDescription) -> int:
+    """Return the bytes of experts in the host's memory beside a GPU that a step of one row reads."""
+    experts = config.experts
+    return 0 if experts is None else round(target.host_weight_bytes * experts.chosen / experts.count)
 
 
 def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:

@@ -129,7 +129,7 @@ class Cluster:
         self._standbys = Standbys(
             self._peers,
             Loader(self._peers, checkpoints, LoadReporter()),
-            replace(launch, threads=launch.threads or threads_each(places)),
+            replace(launch, threads=launch.threads or threads_each(places, plan.host_computing)),
             hot=standbys.hot,
             weigh=standbys.weigh,
         )
@@ -404,9 +404,8 @@ class Cluster:
         member = stands_by or Member(parse_place(to, "to"), plan.roles(index))
         if member.place.address is not None and member.place.address in (one.address for one in self._members):
             raise InvalidArgument(f"{to} has a part of this server already: name another worker", field="to")
-        launch = replace(self.launch, threads=self.launch.threads or threads_each([one.place for one in self._members]))
         try:
-            await member.start(launch, self._peers)
+            await member.start(self._shared_launch(), self._peers)
             described = await self._load_part(index, member)
             before = await self._describe(gone)
         except BaseException:
@@ -560,7 +559,10 @@ class Cluster:
             return False
         gone = [self._members[index] for index in range(len(plan.stages)) if index not in left]
         before = plan, self._members, self._losses
-        stages = tuple(StagePlan(stage.place, layers) for stage, layers in zip(kept, ranges, strict=True))
+        stages = tuple(
+            StagePlan(stage.place, layers, max(stage.host_experts, plan.host_experts_of(layers)))
+            for stage, layers in zip(kept, ranges, strict=True)
+        )
         members = [member for member in self._members if member not in gone]
         try:
             await self._rearrange(replace(plan, stages=stages), members)
@@ -703,11 +705,14 @@ class Cluster:
 
     # --- starting
 
+    def _shared_launch(self) -> Launch:
+        """Return how local workers are started that share this host's cores."""
+        places = [member.place for member in self._members]
+        return replace(self.launch, threads=self.launch.threads or threads_each(places, self._plan.host_computing))
+
     async def _start(self, *, ends_sessions: bool = False) -> None:
         """Have all workers run and hold their parts. ends_sessions: as of `Loader.load_stage`."""
-        launch = replace(
-            self.launch, threads=self.launch.threads or threads_each([member.place for member in self._members])
-        )
+        launch = self._shared_launch()
         await _all(self._start_worker(index, launch) for index in range(len(self._members)))
         addresses = [member.address for member in self._members]
         stages = len(self._plan.stages)
@@ -785,7 +790,7 @@ def _with_places(plan: Plan, members: Sequence[Member]) -> Plan:
     stages = zip(plan.stages, members, strict=False)
     return replace(
         plan,
-        stages=tuple(StagePlan(member.place, stage.layers) for stage, member in stages),
+        stages=tuple(replace(stage, place=member.place) for stage, member in stages),
         draft=None if plan.draft is None else members[len(plan.stages)].place,
     )
 

@@ -71,7 +71,7 @@ class Loader:
         ends_sessions: those that are open there on another stage end, and do not refuse it.
 
         Also raises FailedPrecondition for a worker without the role, and for one that keeps keys and values in another
-        type than it was told, packs matrices otherwise, or scales RoPE otherwise.
+        type than it was told, packs matrices otherwise, scales RoPE otherwise, or has experts elsewhere.
         """
         checkpoints = self._checkpoints
         worker = await self._peers.worker(address)
@@ -95,6 +95,7 @@ class Loader:
             checkpoints.kv_dtype,
             checkpoints.quantization,
             checkpoints.rope_scaling,
+            plan.host_experts,
         )
         try:
             progress = self._progress(f"{part_name} ({description.device})")
@@ -114,6 +115,7 @@ class Loader:
         if loaded.target is not None:
             _check_packed(name, loaded, loaded.target.quantization, checkpoints.quantization, "--quantize", address)
             _check_rope(name, loaded, loaded.target.rope_scaling, checkpoints.rope_scaling, address)
+            _check_experts(name, loaded, loaded.target.host_experts, plan.host_experts, address)
         return loaded
 
     async def load_draft(self, address: str, *, beside: bool) -> WorkerDescription:
@@ -180,6 +182,19 @@ def _check_rope(name: str, worker: WorkerDescription, held: str | None, asked: s
             f"flashsplit {worker.flashsplit_version}; give all hosts the same release, or leave out --rope-scaling",
             reason="ROPE_MISMATCH",
             field="--rope-scaling",
+            address=address,
+        )
+
+
+def _check_experts(name: str, worker: WorkerDescription, held: float, asked: float, address: str) -> None:
+    """Raise FailedPrecondition where a worker has another share of the experts in the host's memory than it was told,
+    as `_check_packed`."""
+    if held != asked:
+        raise FailedPrecondition(
+            f"{name} has {held:g} of the experts in the host's memory, not {asked:g}: it runs flashsplit "
+            f"{worker.flashsplit_version}; give all hosts the same release, or leave out --expert-devices",
+            reason="EXPERTS_MISMATCH",
+            field="--expert-devices",
             address=address,
         )
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,10 +51,14 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage: where its worker is, and its layers."""
+    """One stage: where its worker is, and its layers.
+
+    host_experts: the share of each layer's routed experts, 0 to 1, that a GPU leaves to its host's memory and CPU.
+    """
 
     place: WorkerPlace
     layers: LayerRange
+    host_experts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ class Plan:
 
     draft: where the draft has a worker of its own; None where it is beside the last stage or there is none. has_draft:
     whether there is one. auto: the layers are to be chosen from measurements; until then they are equal shares.
-    last_cut: as of `make_plan`.
+    last_cut: as of `make_plan`. expert_devices: where experts are, as --expert-devices takes it; None where each
+    stage's are with its other weights.
     """
 
     stages: tuple[StagePlan, ...]
@@ -71,11 +76,29 @@ class Plan:
     has_draft: bool
     auto: bool = False
     last_cut: int | None = None
+    expert_devices: str | None = None
 
     @property
     def draft_beside(self) -> bool:
         """Whether the draft is in the last stage's worker."""
         return self.has_draft and self.draft is None
+
+    @property
+    def host_computing(self) -> frozenset[WorkerPlace]:
+        """The places of stages whose GPUs leave experts to the host's CPU."""
+        return frozenset(stage.place for stage in self.stages if stage.host_experts)
+
+    def host_experts_of(self, layers: LayerRange) -> float:
+        """Return the share of experts that a worker leaves to the host which takes over these layers: the largest of
+        the stages that they belong to."""
+        return max(
+            (
+                stage.host_experts
+                for stage in self.stages
+                if stage.layers.first < layers.last and layers.first < stage.layers.last
+            ),
+            default=0.0,
+        )
 
     def roles(self, index: int) -> list[Role]:
         """Return the roles of the worker of a stage, or of the draft's own worker behind the stages."""
@@ -96,10 +119,13 @@ def make_plan(
     has_draft: bool,
     target_layers: str | None = None,
     last_cut: int | None = None,
+    expert_devices: str | None = None,
+    has_experts: bool = True,
 ) -> Plan:
     """Return the plan that the options describe; each parameter is the text of the option of its name.
 
-    last_cut: the last layer that a stage may begin with, None for any: cuts behind it are moved there.
+    last_cut: the last layer that a stage may begin with, None for any: cuts behind it are moved there. has_experts:
+    whether the model is a mixture of experts.
     Raises InvalidArgument naming the option, its value and what would be accepted.
     """
     for field, value in (("--target-layer-split", layer_split), ("--target-layers", target_layers)):
@@ -143,8 +169,16 @@ def make_plan(
             )
     else:
         ranges = split_layers(num_layers, parse_weights(None if auto else layer_split, len(places)), last_cut)
-    stages = tuple(StagePlan(place, layers) for place, layers in zip(places, ranges, strict=True))
-    return Plan(stages, _draft_place(draft_device, places[-1], has_draft=has_draft), has_draft, auto, last_cut)
+    if expert_devices is not None and not has_experts:
+        raise InvalidArgument(
+            f"--expert-devices {expert_devices!r} has no effect on a dense model, which has no routed experts: leave "
+            "it out, or name a mixture of experts with --model",
+            field="--expert-devices",
+        )
+    shares = [0.0] * len(places) if expert_devices is None else parse_expert_devices(expert_devices, places)
+    stages = tuple(StagePlan(*stage) for stage in zip(places, ranges, shares, strict=True))
+    draft = _draft_place(draft_device, places[-1], has_draft=has_draft)
+    return Plan(stages, draft, has_draft, auto, last_cut, expert_devices)
 
 
 def _draft_place(text: str | None, last: WorkerPlace, *, has_draft: bool) -> WorkerPlace | None:
@@ -235,6 +269,47 @@ def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
     return weights
 
 
+def parse_expert_devices(text: str, places: Sequence[WorkerPlace]) -> list[float]:
+    """Return for each of the stages' places the share of its experts, 0 to 1, that its host holds and computes.
+
+    text: "cpu" for all of them at every place, or proportional weights of places and of the host, like
+    "cuda:0=0.4,cpu=0.6"; places that it does not name keep all of theirs. Raises InvalidArgument.
+    """
+    field = "--expert-devices"
+    if text.strip() == "cpu":
+        return [1.0] * len(places)
+    accepted = "write cpu for all experts, or a share for a device and one for the CPU, like cuda:0=0.4,cpu=0.6"
+    weights: dict[str, float] = {}
+    for entry in text.split(","):
+        name, equals, number = (part.strip() for part in entry.rpartition("="))
+        try:
+            weight = float(number) if equals else math.nan
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight) or weight <= 0:
+            raise InvalidArgument(
+                f"{field} {text!r}: {entry.strip()!r} is no device with a finite share above 0; {accepted}", field=field
+            )
+        if name in weights:
+            raise InvalidArgument(f"{field} {text!r} names {name} twice: name each device once", field=field)
+        weights[name] = weight
+    of_host = weights.pop("cpu", None)
+    if of_host is None or not weights:
+        missing = "cpu, where the others are to be" if of_host is None else "the device that keeps the others"
+        raise InvalidArgument(f"{field} {text!r} does not name {missing}; {accepted}", field=field)
+    names = [{str(place), place.devices or str(place)} for place in places]
+    for name in weights:
+        if not any(name in own for own in names):
+            known = ", ".join(dict.fromkeys(place.devices or str(place) for place in places))
+            raise InvalidArgument(
+                f"{field} {text!r}: {name} is none of the workers of --target-devices: name one of {known}, or name it "
+                "there",
+                field=field,
+            )
+    kept = [next((weights[name] for name in own if name in weights), None) for own in names]
+    return [0.0 if weight is None else of_host / (of_host + weight) for weight in kept]
+
+
 def parse_ranges(text: str, count: int, num_layers: int) -> list[LayerRange]:
     """Return half-open ranges, one a worker, that hold every layer once and in order. Raises InvalidArgument."""
     field, ranges = "--target-layers", []
@@ -292,15 +367,15 @@ def split_layers(num_layers: int, weights: Sequence[float], last_cut: int | None
     return ranges
 
 
-def threads_each(places: Sequence[WorkerPlace]) -> int | None:
+def threads_each(places: Sequence[WorkerPlace], host_computing: Collection[WorkerPlace] = ()) -> int | None:
     """Return how many CPU threads each local worker should have; None, torch's default, for a single worker and where
-    no CPU computes.
+    no CPU computes. host_computing: as of `Plan`.
 
     The workers share this host's cores, of which those with GPUs keep some busy; with more threads than cores each
     layer would wait for the slowest thread.
     """
-    local = [place.devices for place in places if place.devices is not None]
-    cpu_workers = sum(1 for devices in local if "cpu" in devices)
+    local = [place for place in places if place.devices is not None]
+    cpu_workers = sum(1 for place in local if "cpu" in str(place.devices) or place in host_computing)
     if not cpu_workers or len(local) == 1:
         return None
     cores, gpu_workers = len(os.sched_getaffinity(0)), len(local) - cpu_workers

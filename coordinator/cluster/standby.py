@@ -200,7 +200,8 @@ class Standbys:
             if not self._fits(layers, described):
                 continue
             try:
-                await self._loader.load_stage(name, StagePlan(standby.member.place, layers), address)
+                stage = StagePlan(standby.member.place, layers, plan.host_experts_of(layers))
+                await self._loader.load_stage(name, stage, address)
                 holds_last = layers.last == plan.stages[-1].layers.last
                 if holds_last and plan.draft_beside and Role.DRAFT in described.roles:
                     await self._loader.load_draft(address, beside=True)

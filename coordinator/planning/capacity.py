@@ -27,8 +27,10 @@ def fitting_sessions(models: Models, loads: Sequence[DeviceLoad], memory_share: 
     if any(load.free_bytes is None for load in loads):
         return None
     share = MEMORY_SHARE if memory_share is None else memory_share
+    # Memory that has but experts of sessions' layers takes nothing of theirs.
+    caching = {load.memory for load in loads if load.share.layers is not None or load.share.draft}
     return {
-        length: min(_sessions(models, loads, memory, length, share) for memory in {load.memory for load in loads})
+        length: min(_sessions(models, loads, memory, length, share) for memory in caching)
         for length in (*(length for length in USUAL_LENGTHS if length < most), most)
     }
 

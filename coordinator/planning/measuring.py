@@ -33,9 +33,11 @@ def places_of(plan: Plan) -> list[WorkerPlace]:
 
 
 @contextlib.asynccontextmanager
-async def workers_at(places: Sequence[WorkerPlace], launch: Launch) -> AsyncIterator[tuple[str, ...]]:
-    """Give the addresses of these workers. The local ones, one for equal places, run as they would in a cluster."""
-    launch = replace(launch, threads=launch.threads or threads_each(list(places)), prefix_cache_bytes=0)
+async def workers_at(plan: Plan, launch: Launch) -> AsyncIterator[tuple[str, ...]]:
+    """Give the addresses of a plan's workers. The local ones, one for equal places, run as they would in a cluster."""
+    places = places_of(plan)
+    threads = launch.threads or threads_each(places, plan.host_computing)
+    launch = replace(launch, threads=threads, prefix_cache_bytes=0)
     processes = {
         place: WorkerProcess(place.devices, [Role.TARGET], launch, place.memory)
         for place in places
@@ -87,7 +89,8 @@ async def measure_workers(
             error.message = f"measuring {place}: {error.message}"
             raise
         held = sum(part.weight_bytes for part in (description.target, description.draft) if part is not None)
-        speeds[place] = WorkerSpeed(place, description.host, devices, link, held)
+        beside = 0 if description.target is None else description.target.host_weight_bytes
+        speeds[place] = WorkerSpeed(place, description.host, devices, link, held, beside)
     return tuple(speeds[place] for place in places)
 
 

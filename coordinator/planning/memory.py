@@ -34,7 +34,8 @@ class Share:
 
     weight_bytes: as packed as they are stored. cpu_bytes: on a CPU, which unpacks some packed matrices, and holds an
     embedding that is lm_head too only once, as lm_head. layers: None in the draft's own worker. draft: whether the
-    draft is here. captures: how many blocks are captured here for it.
+    draft is here. captures: how many blocks are captured here for it. left_bytes: of weight_bytes those of experts that
+    a GPU leaves to its host; host_bytes: what these take there.
     """
 
     layers: LayerRange | None
@@ -42,10 +43,16 @@ class Share:
     cpu_bytes: int
     draft: bool
     captures: int = 0
+    left_bytes: int = 0
+    host_bytes: int = 0
 
     def bytes_on(self, device: str) -> int:
         """Return the bytes of the weights on a device of this name."""
-        return self.cpu_bytes if device == "cpu" else self.weight_bytes
+        return self.cpu_bytes if device == "cpu" else self.weight_bytes - self.left_bytes
+
+    def bytes_beside(self, device: str) -> int:
+        """Return the bytes of experts in the host's memory beside a device of this name."""
+        return 0 if device == "cpu" else self.host_bytes
 
 
 def device_names(place: WorkerPlace) -> tuple[str, ...]:
@@ -67,8 +74,11 @@ def spread(model: ModelSize, layers: LayerRange, devices: int) -> list[LayerRang
     return layers.spread(devices, model.last_cut)
 
 
-def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here: bool) -> list[Share]:
-    """Return what each device of a stage's worker holds. draft_here: whether the last one holds the draft too."""
+def stage_shares(
+    models: Models, layers: LayerRange, devices: int, *, draft_here: bool, host_experts: float = 0.0
+) -> list[Share]:
+    """Return what each device of a stage's worker holds. draft_here: whether the last one holds the draft too.
+    host_experts: as of `StagePlan`."""
     target, draft = models.target, models.draft
     shares = []
     runs = spread(target, layers, devices)
@@ -93,7 +103,7 @@ def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here
             elif last:
                 weights += _chooser_beside_head(models)
                 on_cpu += _chooser_beside_head(models)
-        shares.append(Share(run, weights, on_cpu, holds_draft, captures))
+        shares.append(Share(run, weights, on_cpu, holds_draft, captures, *target.left_bytes(run, host_experts)))
     return shares
 
 
@@ -137,7 +147,8 @@ def plan_shares(models: Models, plan: Plan, devices: Sequence[int]) -> list[list
     for index, stage in enumerate(plan.stages):
         last = index == len(plan.stages) - 1
         draft_here = last and plan.has_draft and plan.draft is None
-        shares.append(stage_shares(models, stage.layers, devices[index], draft_here=draft_here))
+        host = stage.host_experts
+        shares.append(stage_shares(models, stage.layers, devices[index], draft_here=draft_here, host_experts=host))
     if plan.draft is not None:
         shares.append([draft_share(models)])
     return shares

@@ -20,6 +20,7 @@ from services.model.layers import layer_caches, read_share
 from services.model.quantization import OPTIONS, Quantization
 from services.model.random_weights import read_headers
 from services.model.rope import with_rope_scaling
+from services.model.stored_experts import experts_in_host, is_of_expert
 from services.model.target_tensors import TargetTensors, cpu_bytes, loaded_bytes
 from services.model.tensor_headers import TensorHeader
 
@@ -30,7 +31,9 @@ class LayerSize:
 
     cpu_bytes: the weights on a CPU, which unpacks some packed matrices. read_bytes: the matrices that a one-row step
     reads; of experts, those that the row goes through. token_bytes: what is cached of one position. state_bytes: what
-    is cached whatever the length. block_row_bytes: what is cached for each row of the largest verify.
+    is cached whatever the length. block_row_bytes: what is cached for each row of the largest verify. expert_bytes,
+    cpu_expert_bytes: of weight_bytes and cpu_bytes that of all routed experts. expert_read, cpu_expert_read: of these
+    that of the experts that a row goes through.
     """
 
     kind: str
@@ -40,6 +43,10 @@ class LayerSize:
     token_bytes: int
     state_bytes: int
     block_row_bytes: int
+    expert_bytes: int = 0
+    cpu_expert_bytes: int = 0
+    expert_read: int = 0
+    cpu_expert_read: int = 0
 
     def cache_bytes(self, length: int, block_rows: int) -> int:
         """Return the caches of one session of up to `length` tokens. block_rows: rows of its largest verify."""
@@ -51,7 +58,8 @@ class ModelSize:
     """A target, in bytes at the element types that it is to be loaded with; hidden_size and vocab_size count elements.
 
     kv_dtype: the element type of attention keys and values. cpu_head_bytes: lm_head on a CPU. packed_head: whether
-    lm_head is stored packed, and stays so in memory. last_cut: as of `ModelConfig`.
+    lm_head is stored packed, and stays so in memory. last_cut: as of `ModelConfig`. experts: how many routed ones
+    layers have, 0 for a dense model.
     """
 
     dtype: str
@@ -67,6 +75,7 @@ class ModelSize:
     tied_head: bool
     packed_head: bool
     last_cut: int
+    experts: int = 0
 
     @property
     def item_bytes(self) -> int:
@@ -84,6 +93,22 @@ class ModelSize:
         if not self.packed_head or (on_cpu and item_bytes != self.item_bytes):
             return self.vocab_size * self.hidden_size * item_bytes
         return self.cpu_head_bytes if on_cpu else self.head_bytes
+
+    def in_host(self, share: float) -> float:
+        """Return which share of each layer's experts a GPU leaves to the host: a whole number of experts, near to the
+        share that is asked for."""
+        return experts_in_host(self.experts, share) / self.experts if self.experts else 0.0
+
+    def left_bytes(self, layers: LayerRange, host_experts: float) -> tuple[int, int]:
+        """Return the bytes of experts that a GPU leaves to the host, as they would be there and as they are here.
+
+        host_experts: as of `StagePlan`.
+        """
+        share, held = self.in_host(host_experts), self.layers[layers.first : layers.last]
+        return (
+            sum(round(layer.expert_bytes * share) for layer in held),
+            sum(round(layer.cpu_expert_bytes * share) for layer in held),
+        )
 
     def layers_bytes(self, layers: LayerRange) -> int:
         """Return the weights of some layers, without embedding and head."""
@@ -138,6 +163,7 @@ def read_model_size(
         tied_head=config.tied_head,
         packed_head=headers[tensors.head].packed is not None,
         last_cut=config.last_cut,
+        experts=0 if config.experts is None else config.experts.count,
     )
 
 
@@ -146,6 +172,7 @@ def _layer_size(
 ) -> LayerSize:
     weights = {name: loaded_bytes(name, header, dtype) for name, header in headers.items()}
     # Its rows of the matrix that makes the layer's own inputs; their table stays in the mapped file.
+    on_cpu = {name: cpu_bytes(name, header, dtype) for name, header in headers.items()}
     own = 0 if config.per_layer is None else config.per_layer.size * config.hidden_size * ITEM_BYTES[dtype]
     cached = dict.fromkeys(Per, 0)
     for tensor in layer_caches(config, layer):
@@ -153,12 +180,22 @@ def _layer_size(
     return LayerSize(
         kind=config.layer_kinds[layer].value,
         weight_bytes=sum(weights.values()) + own,
-        cpu_bytes=sum(cpu_bytes(name, header, dtype) for name, header in headers.items()) + own,
-        read_bytes=own
-        + round(
-            sum(size * read_share(config, name) for name, size in weights.items() if len(headers[name].shape) == 2)
-        ),
+        cpu_bytes=sum(on_cpu.values()) + own,
+        read_bytes=own + _read(config, headers, weights),
         token_bytes=cached[Per.TOKEN],
         state_bytes=cached[Per.SESSION],
         block_row_bytes=cached[Per.BLOCK_ROW],
+        expert_bytes=sum(_of_experts(weights).values()),
+        cpu_expert_bytes=sum(_of_experts(on_cpu).values()),
+        expert_read=_read(config, headers, _of_experts(weights)),
+        cpu_expert_read=_read(config, headers, _of_experts(on_cpu)),
     )
+
+
+def _of_experts(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if is_of_expert(name)}
+
+
+def _read(config: ModelConfig, headers: Mapping[str, TensorHeader], sizes: Mapping[str, int]) -> int:
+    """Return the bytes of matrices that a step of one row reads."""
+    return round(sum(size * read_share(config, name) for name, size in sizes.items() if len(headers[name].shape) == 2))

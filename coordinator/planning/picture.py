@@ -51,7 +51,9 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         yield Text(f"Bottleneck: {forecast.bottleneck}.")
     for note in report.notes:
         yield Text(f"Note: {note}.")
-    yield Text(f"\n--target-devices {_devices(report)} --target-layers {ranges_text(report.plan)}", style="dim")
+    experts = report.plan.expert_devices
+    line = f"--target-devices {_devices(report)} --target-layers {ranges_text(report.plan)}"
+    yield Text(f"\n{line}{'' if experts is None else f' --expert-devices {experts}'}", style="dim")
 
 
 def _devices(report: Report) -> str:
@@ -123,15 +125,26 @@ def _edges(report: Report) -> Table:
 
 def _speeds(report: Report) -> Table:
     assert report.forecast is not None
-    table = _table(
-        "measured", "", "reads GB/s", "GFLOP/s", "round trip ms", "link MB/s", "weights ms", "operators ms", "hop ms"
-    )
     stages = report.forecast.prediction.stages
+    beside = any(stage.host_s for stage in stages)
+    table = _table(
+        "measured",
+        "",
+        "reads GB/s",
+        "GFLOP/s",
+        "round trip ms",
+        "link MB/s",
+        "weights ms",
+        *(["experts ms"] if beside else []),
+        "operators ms",
+        "hop ms",
+    )
     for index, worker in enumerate(report.workers):
-        times = ["", "", ""]
+        times = [""] * (4 if beside else 3)
         if index < len(stages):
             stage = stages[index]
-            times = [f"{seconds * 1e3:.2f}" for seconds in (stage.read_s, stage.operators_s, stage.hop_s)]
+            parts = (stage.read_s, *([stage.host_s] if beside else []), stage.operators_s, stage.hop_s)
+            times = [f"{seconds * 1e3:.2f}" for seconds in parts]
         table.add_row(
             f"stage {index}" if index < len(stages) else "draft",
             f"{worker.place} on {worker.host}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.placement import Plan
+from coordinator.cluster.placement import Plan, WorkerPlace
 from coordinator.planning.capacity import fitting_sessions
 from coordinator.planning.edges import Edge, feature_bytes, plan_edges
 from coordinator.planning.memory import Models, Share, cache_bytes, device_names, plan_shares
@@ -24,8 +24,9 @@ PREFILL_ROWS = 512
 class DeviceLoad:
     """One device of one worker, in bytes.
 
-    owner: "stage 0" or "draft". memory: its name; devices that name the same one share it. cache_bytes: by context
-    length. total_bytes, free_bytes: None where nobody has asked the device.
+    owner: "stage 0", "stage 0 experts" for those in the host's memory beside it, or "draft". memory: its name; devices
+    that name the same one share it. cache_bytes: by context length. total_bytes, free_bytes: None where nobody has
+    asked the device.
     """
 
     owner: str
@@ -120,15 +121,16 @@ def make_report(
                     free_bytes=None if free is None else free + (worker.held_bytes // len(shares) if worker else 0),
                 )
             )
-    notes = [*notes, *_sharing_notes(models), *_unpacked_notes(models, loads)]
+        loads += _experts_beside(index, place, shares, worker, local_memory, dict.fromkeys(lengths, 0))
+    notes = [*notes, *_sharing_notes(models), *_unpacked_notes(models, loads), *_expert_notes(plan, loads)]
     forecast = None
     if workers:
-        layers = [stage.layers for stage in plan.stages]
-        prediction = predict(models.target, layers, workers[:stages], CONTEXT)
+        layers, left = [stage.layers for stage in plan.stages], [stage.host_experts for stage in plan.stages]
+        prediction = predict(models.target, layers, workers[:stages], CONTEXT, left)
         forecast = Forecast(
             prediction,
             {
-                length: predict(models.target, layers, workers[:stages], length).tokens_per_s
+                length: predict(models.target, layers, workers[:stages], length, left).tokens_per_s
                 for length in (CONTEXT, *lengths)
             },
             bottleneck(prediction, workers[:stages]),
@@ -146,6 +148,57 @@ def make_report(
         forecast=forecast,
         notes=(*overfull(loads, SessionLoad(max(lengths), sessions)), *notes),
     )
+
+
+def _experts_beside(
+    index: int,
+    place: WorkerPlace,
+    shares: Sequence[Share],
+    worker: WorkerSpeed | None,
+    local_memory: tuple[int, int] | None,
+    no_caches: Mapping[int, int],
+) -> list[DeviceLoad]:
+    """Return what the host of a stage's GPUs holds of its experts, as one load; none where that is nothing.
+
+    index: the stage's. no_caches: nothing, by context length. The other arguments as of `make_report`.
+    """
+    names = device_names(place) if worker is None else [device.name for device in worker.devices]
+    held = [share for share, name in zip(shares, names, strict=True) if share.bytes_beside(name)]
+    if not held:
+        return []
+    total = free = None
+    host = None if worker is None else worker.devices[0].host
+    if worker is not None and host is not None:
+        total, free = host.total_bytes, host.free_bytes + worker.host_held_bytes
+    elif place.address is None and local_memory is not None:
+        total, free = local_memory
+    of = worker.host if worker is not None else "here"
+    size = sum(share.host_bytes for share in held)
+    return [
+        DeviceLoad(
+            owner=f"stage {index} experts",
+            worker=str(place),
+            device="cpu",
+            memory=f"cpu of {of}" if place.address is None or worker is not None else f"cpu of {place}",
+            share=Share(None, sum(share.left_bytes for share in held), size, draft=False),
+            weight_bytes=size,
+            cache_bytes=no_caches,
+            total_bytes=total,
+            free_bytes=free,
+        )
+    ]
+
+
+def _expert_notes(plan: Plan, loads: Sequence[DeviceLoad]) -> list[str]:
+    """Return what to know of stages that --expert-devices changes nothing for."""
+    asked = [f"stage {index}" for index, stage in enumerate(plan.stages) if stage.host_experts]
+    devices = {load.owner: load.device for load in loads}
+    return [
+        f"{owner} is on a CPU, whose memory holds its experts anyway: --expert-devices {plan.expert_devices} changes "
+        "nothing there"
+        for owner in asked
+        if devices[owner] == "cpu"
+    ]
 
 
 def _sharing_notes(models: Models) -> list[str]:
@@ -239,6 +292,7 @@ def as_json(report: Report) -> dict[str, object]:
         else {str(length): sessions for length, sessions in report.fitting.items()},
         "target_devices": ",".join(str(stage.place) for stage in report.plan.stages),
         "target_layers": ranges_text(report.plan),
+        "expert_devices": report.plan.expert_devices,
         "devices": [
             {
                 "owner": device.owner,
@@ -284,6 +338,14 @@ def as_json(report: Report) -> dict[str, object]:
                         "read_bytes_per_s": device.read_bytes_per_s,
                         "matmul_flops_per_s": device.matmul_flops_per_s,
                         "layer_s": dict(device.layer_s),
+                        "host": None
+                        if device.host is None
+                        else {
+                            "total_bytes": device.host.total_bytes,
+                            "free_bytes": device.host.free_bytes,
+                            "read_bytes_per_s": device.host.read_bytes_per_s,
+                            "layer_s": dict(device.host.layer_s),
+                        },
                     }
                     for device in worker.devices
                 ],
@@ -296,7 +358,12 @@ def as_json(report: Report) -> dict[str, object]:
             "decode_tokens_per_s": {str(length): rate for length, rate in forecast.by_length.items()},
             "step_s": forecast.prediction.step_s,
             "stages": [
-                {"read_s": stage.read_s, "operators_s": stage.operators_s, "hop_s": stage.hop_s}
+                {
+                    "read_s": stage.read_s,
+                    "operators_s": stage.operators_s,
+                    "hop_s": stage.hop_s,
+                    "host_s": stage.host_s,
+                }
                 for stage in forecast.prediction.stages
             ],
             "bottleneck": forecast.bottleneck,

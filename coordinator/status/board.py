@@ -129,6 +129,7 @@ class Board:
             draft=worker.draft,
             memory=report.Memory(
                 weight_bytes=worker.weight_bytes,
+                host_weight_bytes=0 if target is None else target.host_weight_bytes,
                 session_bytes=description.session_bytes,
                 snapshot_bytes=description.snapshot_bytes,
                 snapshot_budget_bytes=description.snapshot_budget_bytes,

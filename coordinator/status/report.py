@@ -43,11 +43,13 @@ class LayerBounds(BaseModel):
 class Memory(BaseModel):
     """What a worker holds: weights, caches of open sessions, kept prefixes.
 
-    pool_bytes: the most that pages of keys and values may take, of sessions and of prefixes on the devices; of them
-    pool_used_bytes are in use.
+    host_weight_bytes: of experts in the host's memory beside a GPU, which weight_bytes does not count. pool_bytes: the
+    most that pages of keys and values may take, of sessions and of prefixes on the devices; of them pool_used_bytes are
+    in use.
     """
 
     weight_bytes: int
+    host_weight_bytes: int
     session_bytes: int
     snapshot_bytes: int
     snapshot_budget_bytes: int

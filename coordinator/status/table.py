@@ -79,7 +79,7 @@ _COLUMNS: Sequence[tuple[str, Cell]] = (
     ("", lambda worker, _: Text(worker.name + (" + draft" if worker.draft and worker.layers else ""), "bold")),
     ("worker", lambda worker, _: f"{worker.device} on {worker.host}"),
     ("layers", lambda worker, _: f"{worker.layers.first}:{worker.layers.last}" if worker.layers else ""),
-    ("weights", lambda worker, _: format_size(worker.memory.weight_bytes)),
+    ("weights", lambda worker, _: _weights(worker.memory)),
     ("caches", lambda worker, _: format_size(worker.memory.session_bytes)),
     ("prefixes", lambda worker, _: format_size(worker.memory.snapshot_bytes)),
     ("free", lambda worker, _: format_size(sum(device.free_bytes for device in worker.devices))),
@@ -105,6 +105,11 @@ _LEAST_NEEDED = (
     "weights",
 )
 """Columns that are left out on a narrow console, in this order."""
+
+
+def _weights(memory: Memory) -> str:
+    beside = f" + {format_size(memory.host_weight_bytes)} in the host" if memory.host_weight_bytes else ""
+    return format_size(memory.weight_bytes) + beside
 
 
 def _pages(memory: Memory) -> str:

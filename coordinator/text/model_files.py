@@ -52,6 +52,11 @@ class ModelFiles:
     """How the model writes its reasoning, one of REASONING_FORMATS; None for what its chat template teaches."""
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts. Raises what `read_model_config` raises."""
+        return read_model_config(read_config(self.path, "--model")).experts is not None
+
+    @property
     def name(self) -> str:
         """What the model is called unless told otherwise."""
         return model_name(self.path.absolute())

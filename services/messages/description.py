@@ -143,7 +143,8 @@ class TargetDescription:
     where it is dtype. quantization: how its matrices were packed when it was loaded, None where they are as the
     checkpoint has them. rope_scaling: what took the place of the scaling of RoPE, None where that is the checkpoint's.
     session_tokens: the most tokens of one session for which pages of keys and values have room, 0 where there is no
-    bound.
+    bound. host_experts: the share of the routed experts that a GPU leaves to the host's memory, as it was loaded.
+    weight_bytes, host_weight_bytes: of weights on the stage's devices, and of those experts there.
     """
 
     fingerprint: str
@@ -163,6 +164,8 @@ class TargetDescription:
     quantization: Quantization | None = None
     rope_scaling: str | None = None
     session_tokens: int = 0
+    host_experts: float = 0.0
+    host_weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +337,8 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 quantization=quantization_to_message(target.quantization),
                 rope_scaling=target.rope_scaling or "",
                 session_tokens=target.session_tokens,
+                host_experts=target.host_experts,
+                host_weight_bytes=target.host_weight_bytes,
             )
         )
     if (draft := worker.draft) is not None:
@@ -438,6 +443,8 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         quantization=quantization_from_message(message),
         rope_scaling=message.rope_scaling or None,
         session_tokens=message.session_tokens,
+        host_experts=message.host_experts,
+        host_weight_bytes=message.host_weight_bytes,
     )
 
 

@@ -42,7 +42,7 @@ class LoadTarget:
     dtype: the element type of weights and activations, None for the checkpoint's own. kv_dtype: the element type of
     attention keys and values, None for that of the weights. quantization: how its matrices are packed, None for as the
     checkpoint has them. rope_scaling: what `services.model.rope.parse_rope_scaling` returned, None for the checkpoint's
-    own.
+    own. host_experts: the share of each layer's routed experts, 0 to 1, that a GPU leaves to the host's memory and CPU.
     """
 
     role: ClassVar = Role.TARGET
@@ -53,6 +53,7 @@ class LoadTarget:
     kv_dtype: str | None = None
     quantization: Quantization | None = None
     rope_scaling: str | None = None
+    host_experts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def part_to_message(part: LoadPart) -> pb.LoadRequest:
                 kv_dtype=dtype_number(part.kv_dtype),
                 quantization=quantization_to_message(part.quantization),
                 rope_scaling=part.rope_scaling or "",
+                host_experts=part.host_experts,
             )
             if part.capture is not None:
                 target.capture.draft_path = part.capture.draft_path
@@ -142,6 +144,7 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
                 kv_dtype=kv_dtype_name(target.kv_dtype),
                 quantization=quantization_from_message(target),
                 rope_scaling=parse_rope_scaling(target.rope_scaling) if target.rope_scaling else None,
+                host_experts=_share(target.host_experts),
             )
         case "draft":
             draft = request.draft
@@ -158,6 +161,12 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
             return LoadDrafter(request.drafter.drafter_path, dtype_name(request.drafter.dtype))
         case _:
             raise InvalidArgument("part is missing: name a target, a draft or a drafter to load", field="part")
+
+
+def _share(number: float) -> float:
+    if not 0.0 <= number <= 1.0:
+        raise InvalidArgument(f"host_experts is {number}; it must be from 0 to 1", field="host_experts")
+    return number
 
 
 def _required_transport(number: int) -> FeatureTransport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flashsplit.shard.v1 import measure_pb2 as pb
@@ -30,6 +30,23 @@ class MeasureRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSpeed:
+    """The speed of routed experts on a host's CPU, beside a GPU that has all else of their layers, for steps of one
+    row; times in seconds.
+
+    total_bytes, free_bytes: the host's memory. read_bytes_per_s: how fast products with experts read them there.
+    layer_s: as of `DeviceSpeed`, with the operators of both and the row's way to the host and back. copy_bytes_per_s:
+    as of `DeviceSpeed`.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    read_bytes_per_s: float
+    layer_s: Mapping[str, float]
+    copy_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceSpeed:
     """The speed of one device, for steps of one row; times in seconds.
 
@@ -37,7 +54,8 @@ class DeviceSpeed:
     layer_s: what a layer of each kind costs beside reading its weights. step_s: what a step costs once. choose_s: what
     choosing a token costs on the last stage. copy_bytes_per_s: the rate of a large copy on the device, reading and
     writing counted, which no step can read faster than; 0 where it was not measured. limited: whether the worker keeps
-    to a part of the device's memory, of which no other worker takes anything.
+    to a part of the device's memory, of which no other worker takes anything. host: of a GPU, for a model with routed
+    experts, how fast these are in the host's memory.
     """
 
     name: str
@@ -50,6 +68,7 @@ class DeviceSpeed:
     choose_s: float
     copy_bytes_per_s: float = 0.0
     limited: bool = False
+    host: HostSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +114,55 @@ def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:
         copy_bytes_per_s=speed.copy_bytes_per_s,
         limited=speed.limited,
     )
-    for kind, seconds in speed.layer_s.items():
-        message.layers.add(kind=kind, nanoseconds=round(seconds * 1e9))
+    message.layers.extend(_costs(speed.layer_s))
+    if (host := speed.host) is not None:
+        message.host.CopyFrom(
+            pb.HostSpeed(
+                total_bytes=host.total_bytes,
+                free_bytes=host.free_bytes,
+                read_bytes_per_s=host.read_bytes_per_s,
+                layers=_costs(host.layer_s),
+                copy_bytes_per_s=host.copy_bytes_per_s,
+            )
+        )
     return message
 
 
 def speed_from_message(message: pb.DeviceSpeed) -> DeviceSpeed:
     """Return the device's speed. Raises InvalidArgument for a rate that is not finite and above 0."""
     for field in ("read_bytes_per_s", "matmul_flops_per_s"):
-        rate = getattr(message, field)
-        if not math.isfinite(rate) or rate <= 0:
-            raise InvalidArgument(f"{field} of {message.name} is {rate}; it must be finite and above 0", field=field)
+        _check_rate(getattr(message, field), field, message.name)
     return DeviceSpeed(
         name=message.name,
         total_bytes=message.total_bytes,
         free_bytes=message.free_bytes,
         read_bytes_per_s=message.read_bytes_per_s,
         matmul_flops_per_s=message.matmul_flops_per_s,
-        layer_s={layer.kind: layer.nanoseconds / 1e9 for layer in message.layers},
+        layer_s=_seconds(message.layers),
         step_s=message.step_nanoseconds / 1e9,
         choose_s=message.choose_nanoseconds / 1e9,
         copy_bytes_per_s=message.copy_bytes_per_s,
         limited=message.limited,
+        host=_host_from_message(message) if message.HasField("host") else None,
     )
+
+
+def _host_from_message(message: pb.DeviceSpeed) -> HostSpeed:
+    host = message.host
+    _check_rate(host.read_bytes_per_s, "host.read_bytes_per_s", message.name)
+    return HostSpeed(
+        host.total_bytes, host.free_bytes, host.read_bytes_per_s, _seconds(host.layers), host.copy_bytes_per_s
+    )
+
+
+def _check_rate(rate: float, field: str, device: str) -> None:
+    if not math.isfinite(rate) or rate <= 0:
+        raise InvalidArgument(f"{field} of {device} is {rate}; it must be finite and above 0", field=field)
+
+
+def _costs(layer_s: Mapping[str, float]) -> list[pb.LayerCost]:
+    return [pb.LayerCost(kind=kind, nanoseconds=round(seconds * 1e9)) for kind, seconds in layer_s.items()]
+
+
+def _seconds(costs: Iterable[pb.LayerCost]) -> dict[str, float]:
+    return {cost.kind: cost.nanoseconds / 1e9 for cost in costs}

@@ -16,7 +16,7 @@ from services.model.tensor_headers import TensorHeader
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "router.proj.weight")
 """What families call the router, in a layer."""
 
-_OF_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+_OF_EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 _FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|gate_proj|up_proj|down_proj)(|_bias|_blocks|_scales)")
 _EXTENTS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 """By what stands behind a projection's name: the matrix, its biases, and codes and scales of MXFP4. Codes are
@@ -39,6 +39,23 @@ class ExpertPart:
 def is_of_expert(name: str) -> bool:
     """Return whether a tensor of this name, full or behind `layers.N.`, is a routed expert's."""
     return _OF_EXPERT.search(name) is not None
+
+
+def is_in_host(name: str, in_host: int) -> bool:
+    """Return whether a tensor of this name is one of the first `in_host` routed experts'."""
+    found = _OF_EXPERT.search(name)
+    return found is not None and int(found[2]) < in_host
+
+
+def experts_in_host(count: int, share: float) -> int:
+    """Return how many of a layer's routed experts are in the host's memory: rounded, and at least one on each side
+    where the share is neither 0 nor 1. They are the first ones.
+
+    count: of all of them, 0 for a layer without. share: that of the host, 0 to 1.
+    """
+    if not 0.0 < share < 1.0 or count < 2:
+        return round(count * share)
+    return min(max(round(count * share), 1), count - 1)
 
 
 def experts_apart(stored: Mapping[str, TensorHeader]) -> tuple[dict[str, TensorHeader], dict[str, ExpertPart]]:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from services.layers import LayerRange
-from services.messages.measure import DeviceSpeed, MeasureRequest
+from services.messages.measure import DeviceSpeed, HostSpeed, MeasureRequest
 from services.messages.sampling import SamplingParams
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_shapes
-from services.model.stored_experts import ROUTERS
+from services.model.stored_experts import ROUTERS, is_in_host
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
@@ -34,6 +34,8 @@ from shard_worker.ops.rope import Rotation
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.segment import Segment
 from shard_worker.weights.weight import DenseWeight, Weight
+
+HOST = Device("cpu", torch.device("cpu"))
 
 READ_S, LAYER_S, MATMUL_S = 0.4, 0.3, 0.1
 """Seconds for which each figure is measured: LAYER_S once for each kind of layer and number of layers."""
@@ -82,6 +84,7 @@ def measure(device: Device, config: Mapping[str, Any], request: MeasureRequest) 
         choose_s=probe.choose_s(),
         copy_bytes_per_s=probe.copy_rate(),
         limited=device.limit_bytes is not None,
+        host=probe.host_speed() if device.is_gpu and shape.experts is not None else None,
     )
     if device.is_gpu:
         # What torch keeps for later would look taken to whoever asks next.
@@ -94,7 +97,7 @@ class _Probe:
     """What is measured, on which device.
 
     most_bytes: weights that are held at a time. resident_bytes: weights that the stage would hold. rest_s: seconds of
-    rest before each run.
+    rest before each run. in_host: whether layers' routed experts are in the host's memory beside the device.
     """
 
     device: Device
@@ -103,6 +106,7 @@ class _Probe:
     most_bytes: int
     resident_bytes: int
     rest_s: float
+    in_host: bool = False
 
     def product_rates(self) -> tuple[float, float]:
         """Return bytes read a second by products of one row, and operations a second at PREFILL_ROWS."""
@@ -119,6 +123,25 @@ class _Probe:
         part = self._weight(min(extents[0], max(1, elements // extents[1])), extents[1])
         full_s = self._seconds(_products(self._full(PREFILL_ROWS, extents[1]), [part]), MATMUL_S)
         return size / max(read_s - bare_s, read_s / 10), 2 * part.rows * part.columns * PREFILL_ROWS / full_s
+
+    def host_speed(self) -> HostSpeed:
+        """Return how fast a mixture's experts are on the CPU beside the device."""
+        experts = self.shape.experts
+        assert experts is not None
+        described = describe(HOST)
+        most = min(MOST_BYTES["cpu"], described.free_bytes // 4) if described.free_bytes else MOST_BYTES["cpu"]
+        there = replace(
+            self,
+            device=HOST,
+            shape=replace(self.shape, mlp_size=experts.size),
+            most_bytes=most,
+            resident_bytes=most,
+        )
+        read_bytes_per_s, _ = there.product_rates()
+        layer_s, _ = replace(self, in_host=True).layer_costs(read_bytes_per_s)
+        return HostSpeed(
+            described.total_bytes, described.free_bytes, read_bytes_per_s, layer_s, copy_bytes_per_s=there.copy_rate()
+        )
 
     def copy_rate(self) -> float:
         """Return bytes read and written a second by a large copy."""
@@ -168,7 +191,9 @@ class _Probe:
             tensors = {name: self._full(*extents) for name, extents in shapes}
             # As it is loaded: `services.model.target_tensors.loaded_dtype`.
             tensors |= {name: self._full(*extents).float() for name, extents in shapes if name in ROUTERS}
-            weights.append(decoder.pack(shape, layer, LayerTensors.of(tensors)))
+            in_host = 0 if shape.experts is None or not self.in_host else shape.experts.count
+            tensors = {name: tensor.cpu() if is_in_host(name, in_host) else tensor for name, tensor in tensors.items()}
+            weights.append(decoder.pack(shape, layer, replace(LayerTensors.of(tensors), experts_in_host=in_host)))
         segment = Segment(
             config=shape,
             layers=LayerRange(0, layers),

@@ -59,8 +59,8 @@ def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
 def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     """Return whether kernels on a device, which run there, have layers of all these forms.
 
-    Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices have one form. Otherwise
-    plain torch serves, and the log says so once.
+    Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices have one form and are on
+    the device. Otherwise plain torch serves, and the log says so once.
     """
     for weights in layers:
         mlp = weights.mlp
@@ -70,7 +70,10 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
         elif weights.mixer_output_norm is not None:
             lack = "norms of what sublayers make"
         elif isinstance(mlp, ExpertsWeights):
-            lack = None if mlp.together is not None else "experts that are in memory in unlike forms"
+            if mlp.in_host:
+                lack = "experts in the host's memory"
+            elif mlp.together is None:
+                lack = "experts that are in memory in unlike forms"
         elif not isinstance(mlp, MlpWeights):
             lack = "experts beside a dense part"
         elif mlp.gate_up_bias is not None:

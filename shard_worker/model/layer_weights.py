@@ -37,11 +37,13 @@ class LayerTensors:
     """A layer's tensors on their device, by the names of `services.model.layers.layer_shapes`.
 
     matrices: those that rows are multiplied by. vectors: all others, the convolution's taps included. Each is asked for
-    once, and may be loaded then, so that what is made of one is there before the next.
+    once, and may be loaded then, so that what is made of one is there before the next. experts_in_host: as of
+    `ExpertsWeights`; the tensors of these are in the host's memory.
     """
 
     matrices: Mapping[str, Weight]
     vectors: Mapping[str, torch.Tensor]
+    experts_in_host: int = 0
 
     @classmethod
     def of(cls, loaded: Mapping[str, Weight | torch.Tensor]) -> LayerTensors:
@@ -140,10 +142,11 @@ class ExpertsWeights:
     router: float32 [experts, hidden]. experts: each one's, views of `together` where that is there. chosen: how many of
     them a row goes through. normalised: whether the shares of the chosen ones are made to sum up to 1. shared,
     shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
-    together: None for matrices of unlike forms, and for those that a CPU multiplies by. router_bias:
+    together: None for matrices of unlike forms, and where a CPU multiplies by any of them. router_bias:
     float32 [experts], None where there are none. scales: float32 [experts], what each one's share is multiplied by;
     None for nothing. sigmoid, choice_bias: how the router chooses, and its biases, float32 [experts], None for the
-    largest shares of a softmax.
+    largest shares of a softmax. in_host: how many of the experts, the first ones, are in the host's memory, where a GPU
+    has all else: rows go through them on the CPU.
     """
 
     router: Weight
@@ -157,6 +160,7 @@ class ExpertsWeights:
     scales: torch.Tensor | None = None
     sigmoid: SigmoidRouting | None = None
     choice_bias: torch.Tensor | None = None
+    in_host: int = 0
 
 
 @dataclass(frozen=True, slots=True)

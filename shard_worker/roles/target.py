@@ -197,7 +197,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             held = HeldWeights.of(loaded.stage, part.layers)
         # What the new stage does not take leaves the memory before anything is loaded.
         del loaded
-        loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
+        loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype, part.host_experts)
         capture = capture_request(part, loader.config)
         stage = loader.load(
             resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools, held=held
@@ -270,6 +270,8 @@ class TargetRole(WorkerRole[LoadTarget]):
             quantization=loaded.part.quantization,
             rope_scaling=loaded.part.rope_scaling,
             session_tokens=stage.session_tokens or 0,
+            host_experts=loaded.part.host_experts,
+            host_weight_bytes=stage.host_weight_bytes,
         )
 
     # --- opening a session

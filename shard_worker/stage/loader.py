@@ -16,6 +16,7 @@ from services.freed_memory import return_freed_memory
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
+from services.model.stored_experts import experts_in_host, is_in_host
 from services.model.target_tensors import (
     PER_LAYER_PROJECTION,
     PER_LAYER_PROJECTION_NORM,
@@ -39,7 +40,7 @@ from shard_worker.model.synthetic_acceptance import read_synthetic_acceptance
 from shard_worker.ops.rope import Rotation
 from shard_worker.stage.batch_runner import BatchRunner
 from shard_worker.stage.segment import Segment
-from shard_worker.stage.stage import Stage
+from shard_worker.stage.stage import LayerBytes, Stage
 from shard_worker.stage.step_runner import make_runner
 from shard_worker.weights.checkpoint import Checkpoint, MappedRows
 from shard_worker.weights.scaled_rows import scaled_rows
@@ -50,6 +51,8 @@ Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
 
 T = TypeVar("T")
+
+HOST = torch.device("cpu")
 
 _RETURNED_EVERY = 1 << 28
 """Each time so many bytes of the checkpoint are loaded, memory that was freed on the way goes back to the system."""
@@ -71,11 +74,11 @@ class CaptureRequest:
 class HeldWeights:
     """Weights that are in a worker's memory already, of another stage of the same checkpoint in the same element types.
 
-    layers: a layer's weights and their bytes, by its index and its device. embedding: None where there is none, and
-    where it is lm_head too. head: None where there is none.
+    layers: a layer's weights and their bytes, by its index and the segment's device. embedding: None where there is
+    none, and where it is lm_head too. head: None where there is none.
     """
 
-    layers: Mapping[tuple[int, torch.device], tuple[DecoderWeights, int]] = field(default_factory=dict)
+    layers: Mapping[tuple[int, torch.device], tuple[DecoderWeights, LayerBytes]] = field(default_factory=dict)
     embedding: RowLookup | None = None
     head: Head | None = None
 
@@ -106,18 +109,30 @@ class StageLoader:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, layers: LayerRange, dtype: str | None, kv_dtype: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        layers: LayerRange,
+        dtype: str | None,
+        kv_dtype: str | None = None,
+        host_experts: float = 0.0,
     ) -> None:
         """Check that the checkpoint has what the stage needs.
 
         dtype: the name of an element type, None for the checkpoint's own. kv_dtype: that of attention keys and values,
-        None for the weights'.
+        None for the weights'. host_experts: the share of each layer's routed experts that a GPU leaves to the host's
+        memory and CPU; where the stage's device is the CPU, all of them are there anyway.
 
-        Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped tensors,
-        Unimplemented for an unknown family.
+        Raises InvalidArgument for layers that the model doesn't have, for missing, unknown or mis-shaped tensors, and
+        for a share of experts of a model without any, Unimplemented for an unknown family.
         """
-        self._checkpoint, self._layers = checkpoint, layers
+        self._checkpoint, self._layers, self._host_experts = checkpoint, layers, host_experts
         self.config = read_model_config(checkpoint.config)
+        if host_experts and self.config.experts is None:
+            raise InvalidArgument(
+                f"--expert-devices would have {host_experts:g} of the experts in the host's memory, and this "
+                f"{self.config.family} has none: leave it out, or name a mixture of experts",
+                field="--expert-devices",
+            )
         if layers.last > self.config.num_layers:
             raise InvalidArgument(
                 f"layers {layers} do not exist: the model has {self.config.num_layers} layers",
@@ -177,32 +192,38 @@ class StageLoader:
             check_room(device, needed, f"the weights of layers {self._layers}")
         reader = _Reader(self._checkpoint, self._dtype_of, self.total_bytes, on_progress)
 
-        def load_layer(device: torch.device, layer: int) -> tuple[DecoderWeights, int]:
+        def load_layer(device: torch.device, in_host: int, layer: int) -> tuple[DecoderWeights, LayerBytes]:
             names = self._layer_names[layer]
             if (layer, device) in held.layers:
                 weights, size = held.layers[layer, device]
-                reader.count(size, *names.values())
+                reader.count(size.device, *names.values(), host_bytes=size.host)
                 return weights, size
-            sizes: list[int] = []
+            sizes = {False: 0, True: 0}
+
+            def place(short: str) -> torch.device:
+                return HOST if is_in_host(short, in_host) else device
 
             def matrix(short: str) -> Weight:
-                weight = reader.matrix(names[short], device)
-                sizes.append(weight.nbytes)
+                weight = reader.matrix(names[short], place(short), in_host=is_in_host(short, in_host))
+                sizes[is_in_host(short, in_host)] += weight.nbytes
                 return weight
 
             def vector(short: str) -> torch.Tensor:
-                tensor = reader.vector(names[short], device)
-                sizes.append(tensor.nbytes)
+                tensor = reader.vector(names[short], place(short), in_host=is_in_host(short, in_host))
+                sizes[is_in_host(short, in_host)] += tensor.nbytes
                 return tensor
 
             matrices = {short for short, name in names.items() if len(self._checkpoint.shape(name)) == 2}
-            tensors = LayerTensors(LoadedWhenAsked(matrices, matrix), LoadedWhenAsked(names.keys() - matrices, vector))
-            return decoder.pack(self.config, layer, tensors), sum(sizes)
+            vectors = names.keys() - matrices
+            tensors = LayerTensors(LoadedWhenAsked(matrices, matrix), LoadedWhenAsked(vectors, vector), in_host)
+            return decoder.pack(self.config, layer, tensors), LayerBytes(sizes[False], sizes[True])
 
         segments: tuple[Segment, ...] = ()
-        layer_bytes: list[int] = []
+        layer_bytes: list[LayerBytes] = []
         for layers, device in _spread(self._layers, devices, self.config.last_cut):
-            loaded = _each_layer(layers, device, functools.partial(load_layer, device.torch_device))
+            in_host = self._experts_in_host(device)
+            load = functools.partial(load_layer, device.torch_device, in_host)
+            loaded = _each_layer(layers, load, by_cpu=in_host > 0 or device.torch_device.type == "cpu")
             layer_bytes += [size for _, size in loaded]
             pool = (pools or {}).get(device, PagePool())
             segment = self._segment(layers, device, capture, tuple(weights for weights, _ in loaded))
@@ -248,6 +269,7 @@ class StageLoader:
             dtype=self.dtype,
             weight_bytes=reader.resident,
             layer_bytes=tuple(layer_bytes),
+            host_weight_bytes=reader.host_resident,
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
             runners=runners,
@@ -326,13 +348,19 @@ class StageLoader:
         for layers, device in _spread(self._layers, devices, self.config.last_cut):
             for layer in range(layers.first, layers.last):
                 if (layer, device.torch_device) not in held.layers:
-                    found[device] += size(device, *self._layer_names[layer].values())
+                    names, in_host = self._layer_names[layer], self._experts_in_host(device)
+                    found[device] += size(device, *(name for name in names.values() if not is_in_host(name, in_host)))
         if self.is_first and (held.embedding is None or not _is_on(held.embedding, devices[0])):
             found[devices[0]] += size(devices[0], self._tensors.embedding)
         if self.is_last and (held.head is None or not _is_on(held.head.weight, devices[-1])):
             shared = self.is_first and self.config.tied_head and devices[0] == devices[-1]
             found[devices[-1]] += size(devices[-1], self._tensors.norm, *([] if shared else [self._tensors.head]))
         return found
+
+    def _experts_in_host(self, device: Device) -> int:
+        """Return how many experts of each layer on a device are in the host's memory beside it."""
+        experts = self.config.experts
+        return experts_in_host(experts.count, self._host_experts) if device.is_gpu and experts is not None else 0
 
     def _all_names(self) -> list[str]:
         names = [name for named in self._layer_names.values() for name in named.values()]
@@ -348,7 +376,7 @@ class StageLoader:
 class _Reader:
     """Loads tensors of a checkpoint and counts them, on any number of threads.
 
-    resident: bytes that all of them take in memory.
+    resident: bytes that they take on the stage's devices. host_resident: those of experts beside a GPU.
     """
 
     def __init__(
@@ -357,24 +385,29 @@ class _Reader:
         """dtype_of: returns what a tensor is loaded in. total_bytes: of all that will be read."""
         self._checkpoint, self._dtype_of = checkpoint, dtype_of
         self._total_bytes, self._on_progress = total_bytes, on_progress
-        self._lock, self._loaded, self.resident = threading.Lock(), 0, 0
+        self._lock, self._loaded = threading.Lock(), 0
+        self.resident = self.host_resident = 0
 
-    def vector(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return a tensor that is no matrix."""
+    def vector(self, name: str, device: torch.device, *, in_host: bool = False) -> torch.Tensor:
+        """Return a tensor that is no matrix. in_host: whether it is an expert's in the host's memory beside a GPU."""
         tensor = self._checkpoint.place(name, device, self._dtype_of(name))
-        self.count(tensor.nbytes, name)
+        self._count_one(name, tensor.nbytes, in_host=in_host)
         return tensor
 
-    def matrix(self, name: str, device: torch.device) -> Weight:
-        """Return a matrix, dense or packed."""
+    def matrix(self, name: str, device: torch.device, *, in_host: bool = False) -> Weight:
+        """Return a matrix, dense or packed. in_host: as of `vector`."""
         weight = self._checkpoint.weight(name, device, self._dtype_of(name))
-        self.count(weight.nbytes, name)
+        self._count_one(name, weight.nbytes, in_host=in_host)
         return weight
 
-    def count(self, nbytes: int, *names: str) -> None:
-        """Count tensors that are loaded. nbytes: what they take in memory."""
+    def _count_one(self, name: str, nbytes: int, *, in_host: bool) -> None:
+        self.count(0 if in_host else nbytes, name, host_bytes=nbytes if in_host else 0)
+
+    def count(self, nbytes: int, *names: str, host_bytes: int = 0) -> None:
+        """Count tensors that are loaded. nbytes, host_bytes: what they take, as of `resident` and `host_resident`."""
         with self._lock:
             self.resident += nbytes
+            self.host_resident += host_bytes
             before = self._loaded
             self._loaded += sum(self._checkpoint.size_bytes(name) for name in names)
             self._on_progress(self._loaded, self._total_bytes)
@@ -383,14 +416,14 @@ class _Reader:
             return_freed_memory()
 
 
-def _each_layer(layers: LayerRange, device: Device, load: Callable[[int], T]) -> list[T]:
-    """Return what is loaded for each layer, in order.
+def _each_layer(layers: LayerRange, load: Callable[[int], T], *, by_cpu: bool) -> list[T]:
+    """Return what is loaded for each layer, in order. by_cpu: whether a CPU is to multiply by matrices of it.
 
-    On a CPU as many layers are loaded at a time as it has threads, each by one: bringing many small matrices to another
+    Then as many layers are loaded at a time as it has threads, each by one: bringing many small matrices to another
     form, one after the other, keeps several threads waiting for each other.
     """
     numbers, threads = range(layers.first, layers.last), torch.get_num_threads()
-    if device.torch_device.type != "cpu" or threads == 1:
+    if not by_cpu or threads == 1:
         return [load(layer) for layer in numbers]
     pool = ThreadPoolExecutor(threads, "loading", torch.set_num_threads, (1,))
     try:

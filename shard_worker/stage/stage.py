@@ -77,6 +77,14 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Memory that a layer's weights take: on its device, and of experts in the host's memory beside a GPU's."""
+
+    device: int
+    host: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """The target's layers [first, last) in this worker."""
 
@@ -91,15 +99,17 @@ class Stage:
     dtype: torch.dtype
     """The element type of matrices and activations."""
     weight_bytes: int
-    """Memory that the weights take."""
-    layer_bytes: tuple[int, ...] = ()
-    """Of it that of each layer, in order."""
+    """Memory that the weights take on the devices."""
+    layer_bytes: tuple[LayerBytes, ...] = ()
+    """Of both that of each layer, in order."""
     captures: tuple[int, ...] = ()
     """All target layers whose output the draft wants, here and elsewhere."""
     summed: bool = False
     """Whether captured rows travel as one sum, and not as slices."""
     runners: tuple[StepRunner | None, ...] = ()
     """One a segment, for steps of few rows; None, or none at all, where plain torch does them."""
+    host_weight_bytes: int = 0
+    """Memory that experts take in the host's memory beside a GPU's."""
     batch_runners: tuple[BatchRunner, ...] = ()
     """One a segment, for steps of several sessions; none at all where plain torch does them."""
 

@@ -199,6 +199,7 @@ def load_stage(
     capture: CaptureRequest | None = None,
     kv_dtype: str | None = None,
     quantization: Quantization | None = None,
+    host_experts: float = 0.0,
 ) -> Stage:
     """Load layers [first, last) of a checkpoint, by default all of them."""
     if isinstance(devices, str):
@@ -206,7 +207,7 @@ def load_stage(
     checkpoint = open_checkpoint(path, quantization=quantization)
     text = checkpoint.config.get("text_config", checkpoint.config)
     chosen = LayerRange(*(layers or (0, text["num_hidden_layers"])))
-    loader = StageLoader(checkpoint, chosen, dtype, kv_dtype)
+    loader = StageLoader(checkpoint, chosen, dtype, kv_dtype, host_experts)
     return loader.load(devices, capture, ignore_progress)
 
 

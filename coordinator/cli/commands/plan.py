@@ -85,16 +85,15 @@ async def plan(
     files = read_model_files(model.model)
     if auto:
         workers = replace(workers, placement=await _automatic(workers.placement))
-    drawn = workers.plan(
-        files.num_layers, has_draft=model.draft is not None, beside=standby.places, last_cut=files.last_cut
-    )
+    drawn = workers.plan_of(files, has_draft=model.draft is not None, beside=standby.places)
     standby.check(places_of(drawn))
     models = workers.models(model.model, model.draft)
     lengths = parse_lengths(max_model_len, models.target.max_position)
     report: Report
     share = workers.workers.gpu_memory_utilization
     if not (measure or auto or drawn.auto):
-        local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
+        here = [place for place in places_of(drawn) if place.devices == "cpu" or place in drawn.host_computing]
+        local = _local_memory() if here else None
         report = make_report(
             models,
             drawn,
@@ -163,7 +162,7 @@ async def _measure(options: ClusterOptions, drawn: Plan, models: Models, directo
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(peers.close)
         status = stack.enter_context(console.status("starting workers"))
-        addresses = await stack.enter_async_context(workers_at(places_of(drawn), launch))
+        addresses = await stack.enter_async_context(workers_at(drawn, launch))
         return await measure_workers(
             drawn,
             addresses,

@@ -177,9 +177,11 @@ def _print_banner(engine: Engine, http_server: HttpServer, grpc_server: GrpcServ
     for index, worker in enumerate(engine.cluster.workers):
         target = worker.target
         assert target is not None
+        beside = target.host_weight_bytes
         console.print(
             f"stage {index}: layers {target.layers} on {worker.device} of {worker.host}, "
-            f"{target.weight_bytes / 2**30:.2f} GiB",
+            f"{target.weight_bytes / 2**30:.2f} GiB"
+            + (f", and {beside / 2**30:.2f} GiB of experts in its host's memory" if beside else ""),
             markup=False,
         )
     if engine.cluster.draft is not None:

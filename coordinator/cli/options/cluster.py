@@ -33,6 +33,9 @@ from services.rpc.payload_transport import PayloadTransport
 
 log = structlog.get_logger()
 
+IN_HOST_ANYWAY = "all layers are on CPUs, whose memory holds the experts anyway, so that it changes nothing"
+"""What there is to say of --expert-devices without a GPU."""
+
 NO_STANDBY = StandbyOptions()
 
 KV_DTYPES: Mapping[str, str | None] = {"auto": None, "fp8": FLOAT8}
@@ -70,6 +73,18 @@ class PlacementOptions:
             metavar="FIRST:BEHIND[,FIRST:BEHIND…]",
         ),
     ] = None
+    expert_devices: Annotated[
+        str | None,
+        Flag(
+            "For a mixture of experts on a GPU with too little memory: keep its routed experts in the host's memory "
+            "and compute them on the host's CPU, within the same worker. cpu for all of them, or shares for an entry "
+            "of --target-devices and for the CPU (cuda:0=0.4,cpu=0.6). Attention, routers and shared experts stay on "
+            "the GPU. Steps are slower, as they wait for the CPU in each layer and run without flashsplit's kernels "
+            "and graphs. Changes nothing for layers on a CPU. flashsplit plan --auto chooses a share where experts do "
+            "not fit.  [default: with their layer]",
+            metavar="cpu|ENTRY=SHARE[,…],cpu=SHARE",
+        ),
+    ] = None
     draft_device: Annotated[
         str | None,
         Flag(
@@ -104,8 +119,8 @@ class PlacementOptions:
         """How captured features travel to the draft."""
         return FeatureTransport(self.features or FeatureTransport.SUM)
 
-    def plan(self, num_layers: int, *, has_draft: bool, last_cut: int | None = None) -> Plan:
-        """Return who holds which of so many layers. last_cut: as of `make_plan`.
+    def plan(self, num_layers: int, *, has_draft: bool, last_cut: int | None = None, has_experts: bool = True) -> Plan:
+        """Return who holds which of so many layers. last_cut, has_experts: as of `make_plan`.
 
         Raises InvalidArgument for options that contradict each other or have no effect.
         """
@@ -117,6 +132,8 @@ class PlacementOptions:
             num_layers=num_layers,
             has_draft=has_draft,
             last_cut=last_cut,
+            expert_devices=self.expert_devices,
+            has_experts=has_experts,
         )
         if self.features is not None and not has_draft:
             raise InvalidArgument(
@@ -407,19 +424,30 @@ class ClusterOptions:
         has_draft: bool,
         beside: Sequence[WorkerPlace] = (),
         last_cut: int | None = None,
+        has_experts: bool = True,
     ) -> Plan:
         """Return who holds which of so many layers.
 
-        beside: where further workers will be started as these are. last_cut: as of `make_plan`.
+        beside: where further workers will be started as these are. last_cut, has_experts: as of `make_plan`.
 
         Raises InvalidArgument for options that contradict each other or have no effect.
         """
-        plan = self.placement.plan(num_layers, has_draft=has_draft, last_cut=last_cut)
+        plan = self.placement.plan(num_layers, has_draft=has_draft, last_cut=last_cut, has_experts=has_experts)
         self.compute.check(has_draft=has_draft)
         places = [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
         self.workers.check(places, beside)
         self.security.check(place.address for place in (*places, *beside) if place.address is not None)
         return plan
+
+    def plan_of(self, files: ModelFiles, *, has_draft: bool, beside: Sequence[WorkerPlace] = ()) -> Plan:
+        """Return who holds which layers of a model. Raises as `plan`. beside: as there."""
+        return self.plan(
+            files.num_layers,
+            has_draft=has_draft,
+            beside=beside,
+            last_cut=files.last_cut,
+            has_experts=self.placement.expert_devices is None or files.has_experts,
+        )
 
     def cluster(
         self,
@@ -437,12 +465,9 @@ class ClusterOptions:
         beside: where further workers will be started as these are. standby: who stands by for them. Raises what `plan`,
         `launch` and `StandbyOptions.check` raise.
         """
-        plan = self.plan(
-            files.num_layers,
-            has_draft=draft is not None,
-            beside=(*beside, *standby.places),
-            last_cut=files.last_cut,
-        )
+        plan = self.plan_of(files, has_draft=draft is not None, beside=(*beside, *standby.places))
+        if plan.expert_devices is not None and all(stage.place.devices == "cpu" for stage in plan.stages):
+            log.warning("experts.in_host_anyway", expert_devices=plan.expert_devices, why=IN_HOST_ANYWAY)
         standby.check([*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])])
         rope_scaling = self.compute.workers_rope_scaling
         if rope_scaling is not None:
@@ -473,7 +498,7 @@ class ClusterOptions:
             reporter=reporter,
             choose_split=choose_split,
             exact=self.compute.exact,
-            standbys=standby.plan(lambda: self.models(files.path, draft)),
+            standbys=standby.plan(lambda: self.models(files.path, draft), plan),
             lost_after_s=self.workers.lost_after,
         )
 

@@ -64,16 +64,21 @@ class StandbyOptions:
                 )
             addresses.append(place.address)
 
-    def plan(self, models: Callable[[], Models]) -> StandbyPlan:
-        """Return what stands by. models: returns the sizes of what is placed; called once a worker is to load."""
-        return StandbyPlan(self.places, self.standby_weights != WARM, lambda layers: held_bytes(models(), layers))
+    def plan(self, models: Callable[[], Models], plan: Plan) -> StandbyPlan:
+        """Return what stands by for the stages of a plan. models: returns the sizes of what is placed; called once a
+        worker is to load."""
+
+        def weigh(layers: LayerRange) -> int:
+            return held_bytes(models(), layers, plan.host_experts_of(layers))
+
+        return StandbyPlan(self.places, self.standby_weights != WARM, weigh)
 
     def notes(self, models: Models, plan: Plan) -> list[str]:
         """Return for each worker which stages it could replace, and after what, as sentences without their dots."""
         whole = LayerRange(0, len(models.target.layers))
-        size, stages = held_bytes(models, whole), len(plan.stages)
+        size, stages = held_bytes(models, whole, plan.host_experts_of(whole)), len(plan.stages)
         any_stage = "stage 0" if stages == 1 else f"any of {stages} stages"
-        largest = max(held_bytes(models, stage.layers) for stage in plan.stages)
+        largest = max(held_bytes(models, stage.layers, stage.host_experts) for stage in plan.stages)
         if self.standby_weights == WARM:
             how = f"holds nothing, and takes the place of {any_stage} after it has read up to {format_size(largest)}"
         else:
@@ -84,8 +89,9 @@ class StandbyOptions:
         return [f"{place} stands by: it {how}" for place in self.places]
 
 
-def held_bytes(models: Models, layers: LayerRange) -> int:
-    """Return the bytes of layers, of the ends that belong to them, and of a draft beside the last one."""
+def held_bytes(models: Models, layers: LayerRange, host_experts: float = 0.0) -> int:
+    """Return the bytes of layers, of the ends that belong to them, and of a draft beside the last one, but for the
+    share of experts that is left to the host: 0 to 1."""
     last = layers.last == len(models.target.layers)
-    shares = stage_shares(models, layers, 1, draft_here=last)
-    return sum(max(share.weight_bytes, share.cpu_bytes) for share in shares)
+    shares = stage_shares(models, layers, 1, draft_here=last, host_experts=host_experts)
+    return sum(max(share.weight_bytes, share.cpu_bytes) - share.left_bytes for share in shares)

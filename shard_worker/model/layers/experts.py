@@ -2,13 +2,14 @@
 
 Rows are sorted by expert, so that each expert's weights are read once a step, and a row's parts are summed up by the
 experts' numbers, in float32: a row comes out the same whatever rows are computed with it, as far as products keep to
-that.
+that. Experts in the host's memory come first in that order: rows go there, their sum comes back once a layer, and what
+experts on the GPU make of them is added to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +17,7 @@ from services.model.config import ClampedSwiGlu, ModelConfig
 from services.model.layers.experts import sizes
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
-from shard_worker.model.rows import Rows
+from shard_worker.model.rows import PLAIN, Rows
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 
@@ -30,6 +31,8 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
     def routed(number: int) -> MlpWeights:
         # Most experts wait: only those that rows are sent to are unpacked, for the product.
         own = expert(f"{shape.prefix}{number}.", unpacked=False)
+        if tensors.experts_in_host:
+            return own
         return replace(own, gate_up=gate_ups.add(own.gate_up), down=downs.add(own.down))
 
     def expert(start: str, *, unpacked: bool) -> MlpWeights:
@@ -50,6 +53,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
         router_bias=vectors[f"{shape.router}.bias"].float() if shape.biased else None,
         sigmoid=shape.sigmoid,
         choice_bias=None if shape.sigmoid is None else vectors[shape.sigmoid.bias].float(),
+        in_host=tensors.experts_in_host,
     )
     return replace(weights, together=_together(weights, router, gate_ups.whole, downs.whole, shape.clamped))
 
@@ -133,24 +137,100 @@ def run(
         shares = shares * weights.sigmoid.scale
     if weights.scales is not None:
         shares = shares * weights.scales[chosen]
-    # Sorted by expert; an expert's rows stay in their order.
+    shares = shares.to(x.dtype)
+    if weights.in_host:
+        mixed, shared = _with_host(weights, x, shares, chosen, rows)
+    else:
+        mixed = _sum(x, _parts(weights, 0, x, _sorted(shares, chosen, len(weights.experts)), rows))
+        shared = _shared(weights, x, rows)
+    return mixed.to(x.dtype) if shared is None else mixed.to(x.dtype) + shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """Rows on their way through experts, sorted by expert; an expert's rows stay in their order.
+
+    row_of: which row each is, int64 [n * chosen]. share_of: its share, [n * chosen, 1]. counts: rows of each expert.
+    """
+
+    row_of: torch.Tensor
+    share_of: torch.Tensor
+    counts: list[int]
+
+
+def _sorted(shares: torch.Tensor, chosen: torch.Tensor, experts: int, counts: list[int] | None = None) -> _Sorted:
+    """Return the rows whose shares of experts and whose experts' numbers these are, [n, chosen] each.
+
+    experts: how many there are. counts: rows of each, where they are known already.
+    """
+    if counts is None:
+        counts = torch.bincount(chosen.flatten(), minlength=experts).tolist()
     order = chosen.flatten().argsort(stable=True)
-    row_of, share_of = order // weights.chosen, shares.to(x.dtype).flatten()[order, None]
-    mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    first = 0
-    for number, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(weights.experts)).tolist()):
+    return _Sorted(order // chosen.shape[1], shares.flatten()[order, None], counts)
+
+
+def _parts(
+    weights: ExpertsWeights,
+    first: int,
+    x: torch.Tensor,
+    routed: _Sorted,
+    rows: Rows | None,
+    last: int | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what experts [first, last) make of the rows sent to them: which rows these are, int64 [m], and that times
+    their shares, float32 [m, hidden]. last: None for all from the first on."""
+    begin = sum(routed.counts[:first])
+    for expert, count in zip(weights.experts[first:last], routed.counts[first:last], strict=True):
         if count:
-            own = slice(first, first + count)
-            out = swiglu.run(weights.experts[number], x[row_of[own]], rows)
-            mixed.index_add_(0, row_of[own], out.float() * share_of[own].float())
-            first += count
-    result = mixed.to(x.dtype)
+            own = slice(begin, begin + count)
+            out = swiglu.run(expert, x[routed.row_of[own]], rows)
+            yield routed.row_of[own], out.float() * routed.share_of[own].float()
+            begin += count
+
+
+def _sum(
+    x: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum of the parts of each row of x [n, hidden], in their order, float32 [n, hidden].
+
+    before: the sum of those that come before these; it is added to.
+    """
+    mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if before is None else before
+    for row_of, part in parts:
+        mixed.index_add_(0, row_of, part)
+    return mixed
+
+
+def _with_host(
+    weights: ExpertsWeights, x: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, rows: Rows | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what rows [n, hidden] become in all routed experts, float32, and what `_shared` returns.
+
+    A GPU computes its own part while the CPU computes that of the host.
+    """
+    experts, in_host = len(weights.experts), weights.in_host
+    x_there, shares_there, chosen_there = x.cpu(), shares.cpu(), chosen.cpu()
+    there = _sorted(shares_there, chosen_there, experts)
+    here = []
+    if in_host < experts:
+        here = [*_parts(weights, in_host, x, _sorted(shares, chosen, experts, there.counts), rows)]
+    shared = _shared(weights, x, rows)
+    # Not what suits the GPU.
+    plain = None if rows is None else replace(rows, operations=PLAIN)
+    mixed = _sum(x_there, _parts(weights, 0, x_there, there, plain, in_host))
+    return _sum(x, here, mixed.to(x.device)), shared
+
+
+def _shared(weights: ExpertsWeights, x: torch.Tensor, rows: Rows | None) -> torch.Tensor | None:
+    """Return what rows [n, hidden] become in the expert that all go through, times their share of it; None without
+    one."""
     if weights.shared is None:
-        return result
+        return None
     shared = swiglu.run(weights.shared, x, rows)
     if weights.shared_gate is None:
-        return result + shared
-    return result + each(torch.sigmoid, weights.shared_gate.matmul(x, None, fixed_rows)) * shared
+        return shared
+    gates = weights.shared_gate.matmul(x, None, None if rows is None else rows.batch_invariant_rows)
+    return (torch.sigmoid(gates) if rows is None else rows.each(torch.sigmoid, gates)) * shared
 
 
 def _chosen(

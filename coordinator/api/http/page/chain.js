@@ -77,7 +77,8 @@ class Card {
     setText(this.error, worker.error ?? "");
     this.showShares(worker.shares);
     const held = Object.entries(MEMORY).map(([field, name]) => `${size(worker.memory[field])} ${name}`);
-    const { pool_bytes: pool, pool_used_bytes: used } = worker.memory;
+    const { pool_bytes: pool, pool_used_bytes: used, host_weight_bytes: beside } = worker.memory;
+    if (beside) held.push(`${size(beside)} of experts in the host`);
     if (pool) held.push(`pages ${percent(used / pool)} of ${size(pool)}`);
     if (worker.batches) held.push(`${worker.batches.rows.toFixed(1)} rows a step`);
     setText(this.memory, held.join(" · "));

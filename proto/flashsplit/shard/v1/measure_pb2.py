@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flashsplit/shard/v1/measure.proto\x12\x13\x66lashsplit.shard.v1\x1a flashsplit/shard/v1/tensor.proto\"\x9d\x01\n\x0eMeasureRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12)\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06stages\x18\x04 \x01(\r\x12\x16\n\tholder_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_holder_id\".\n\tLayerCost\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0bnanoseconds\x18\x02 \x01(\x04\"\x8b\x02\n\x0b\x44\x65viceSpeed\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x04 \x01(\x01\x12\x1a\n\x12matmul_flops_per_s\x18\x05 \x01(\x01\x12.\n\x06layers\x18\x06 \x03(\x0b\x32\x1e.flashsplit.shard.v1.LayerCost\x12\x18\n\x10step_nanoseconds\x18\x07 \x01(\x04\x12\x1a\n\x12\x63hoose_nanoseconds\x18\x08 \x01(\x04\x12\x18\n\x10\x63opy_bytes_per_s\x18\t \x01(\x01\x12\x0f\n\x07limited\x18\n \x01(\x08\"D\n\x0fMeasureResponse\x12\x31\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32 .flashsplit.shard.v1.DeviceSpeed\"D\n\x0b\x45\x63hoRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x16\n\tholder_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_holder_id\"&\n\x0c\x45\x63hoResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flashsplit/shard/v1/measure.proto\x12\x13\x66lashsplit.shard.v1\x1a flashsplit/shard/v1/tensor.proto\"\x9d\x01\n\x0eMeasureRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12)\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x16\n\x0eresident_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06stages\x18\x04 \x01(\r\x12\x16\n\tholder_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_holder_id\".\n\tLayerCost\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0bnanoseconds\x18\x02 \x01(\x04\"\xc7\x02\n\x0b\x44\x65viceSpeed\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x04 \x01(\x01\x12\x1a\n\x12matmul_flops_per_s\x18\x05 \x01(\x01\x12.\n\x06layers\x18\x06 \x03(\x0b\x32\x1e.flashsplit.shard.v1.LayerCost\x12\x18\n\x10step_nanoseconds\x18\x07 \x01(\x04\x12\x1a\n\x12\x63hoose_nanoseconds\x18\x08 \x01(\x04\x12\x18\n\x10\x63opy_bytes_per_s\x18\t \x01(\x01\x12\x0f\n\x07limited\x18\n \x01(\x08\x12\x31\n\x04host\x18\x0b \x01(\x0b\x32\x1e.flashsplit.shard.v1.HostSpeedH\x00\x88\x01\x01\x42\x07\n\x05_host\"\x98\x01\n\tHostSpeed\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x03 \x01(\x01\x12.\n\x06layers\x18\x04 \x03(\x0b\x32\x1e.flashsplit.shard.v1.LayerCost\x12\x18\n\x10\x63opy_bytes_per_s\x18\x05 \x01(\x01\"D\n\x0fMeasureResponse\x12\x31\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32 .flashsplit.shard.v1.DeviceSpeed\"D\n\x0b\x45\x63hoRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x16\n\tholder_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_holder_id\"&\n\x0c\x45\x63hoResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAYERCOST']._serialized_start=252
   _globals['_LAYERCOST']._serialized_end=298
   _globals['_DEVICESPEED']._serialized_start=301
-  _globals['_DEVICESPEED']._serialized_end=568
-  _globals['_MEASURERESPONSE']._serialized_start=570
-  _globals['_MEASURERESPONSE']._serialized_end=638
-  _globals['_ECHOREQUEST']._serialized_start=640
-  _globals['_ECHOREQUEST']._serialized_end=708
-  _globals['_ECHORESPONSE']._serialized_start=710
-  _globals['_ECHORESPONSE']._serialized_end=748
+  _globals['_DEVICESPEED']._serialized_end=628
+  _globals['_HOSTSPEED']._serialized_start=631
+  _globals['_HOSTSPEED']._serialized_end=783
+  _globals['_MEASURERESPONSE']._serialized_start=785
+  _globals['_MEASURERESPONSE']._serialized_end=853
+  _globals['_ECHOREQUEST']._serialized_start=855
+  _globals['_ECHOREQUEST']._serialized_end=923
+  _globals['_ECHORESPONSE']._serialized_start=925
+  _globals['_ECHORESPONSE']._serialized_end=963
 # @@protoc_insertion_point(module_scope)

@@ -30,7 +30,7 @@ class LayerCost(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., nanoseconds: _Optional[int] = ...) -> None: ...
 
 class DeviceSpeed(_message.Message):
-    __slots__ = ("name", "total_bytes", "free_bytes", "read_bytes_per_s", "matmul_flops_per_s", "layers", "step_nanoseconds", "choose_nanoseconds", "copy_bytes_per_s", "limited")
+    __slots__ = ("name", "total_bytes", "free_bytes", "read_bytes_per_s", "matmul_flops_per_s", "layers", "step_nanoseconds", "choose_nanoseconds", "copy_bytes_per_s", "limited", "host")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class DeviceSpeed(_message.Message):
     CHOOSE_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
     COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LIMITED_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     name: str
     total_bytes: int
     free_bytes: int
@@ -51,7 +52,22 @@ class DeviceSpeed(_message.Message):
     choose_nanoseconds: int
     copy_bytes_per_s: float
     limited: bool
-    def __init__(self, name: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., matmul_flops_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., step_nanoseconds: _Optional[int] = ..., choose_nanoseconds: _Optional[int] = ..., copy_bytes_per_s: _Optional[float] = ..., limited: _Optional[bool] = ...) -> None: ...
+    host: HostSpeed
+    def __init__(self, name: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., matmul_flops_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., step_nanoseconds: _Optional[int] = ..., choose_nanoseconds: _Optional[int] = ..., copy_bytes_per_s: _Optional[float] = ..., limited: _Optional[bool] = ..., host: _Optional[_Union[HostSpeed, _Mapping]] = ...) -> None: ...
+
+class HostSpeed(_message.Message):
+    __slots__ = ("total_bytes", "free_bytes", "read_bytes_per_s", "layers", "copy_bytes_per_s")
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    total_bytes: int
+    free_bytes: int
+    read_bytes_per_s: float
+    layers: _containers.RepeatedCompositeFieldContainer[LayerCost]
+    copy_bytes_per_s: float
+    def __init__(self, total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., copy_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class MeasureResponse(_message.Message):
     __slots__ = ("devices",)
