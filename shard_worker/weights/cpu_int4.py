@@ -152,9 +152,8 @@ class CpuInt4Weight(Weight):
         if many and batch_invariant_rows is None and self.rows % _tile_rows() == 0 and _are_tiles_known():
             product = self._multiplied_unpacked(x)
         else:
-            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                torch.cat([x] * self._halves, 1).contiguous(), self._codes, self._group, self._numbers
-            )
+            rows = x.contiguous() if self._halves == 1 else torch.cat([x] * self._halves, 1)
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, self._group, self._numbers)
         return product if bias is None else product + bias
 
     def select_rows(self, rows: slice | torch.Tensor) -> Weight:

@@ -37,7 +37,7 @@ from services.messages.steps import (
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
 from services.streams.step_lane import StepLane
-from shard_worker.device.devices import parse_devices
+from shard_worker.device.devices import Device, parse_devices
 from shard_worker.device.executor import DeviceThread
 from shard_worker.roles import RoleResources
 from shard_worker.roles.draft import DraftRole
@@ -46,7 +46,7 @@ from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer
 from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
-from tests.shard_worker.tiny import Tiny, ignore_progress, load_stage
+from tests.shard_worker.tiny import AS_GPU, Tiny, ignore_progress, load_stage
 
 BLOCK = 8
 """Rows of a block of the drafts here: the known token and 7 draft tokens."""
@@ -250,7 +250,7 @@ class WorkerSnapshots:
 
 def resources(
     thread: DeviceThread,
-    devices: str = "cpu",
+    devices: str | tuple[Device, ...] = "cpu",
     *,
     host: str = "here",
     address: str = "here:1",
@@ -264,7 +264,7 @@ def resources(
     """
     return RoleResources(
         thread=thread,
-        devices=parse_devices(devices),
+        devices=parse_devices(devices) if isinstance(devices, str) else devices,
         peers=cast(Peers, Directory() if peers is None else peers),
         location=lambda stage: Location(stage, host, "cpu", address),
         store=SnapshotStore(1 << 20) if store is None else store,
@@ -291,11 +291,13 @@ class Chain:
         budget: int = BUDGET,
         devices: str = "cpu",
         dtype: str | None = None,
+        host_experts: float = 0.0,
         carries: Callable[[Forward], bool] | None = None,
         carries_batch: Callable[[StepBatch], bool] | None = None,
     ) -> None:
         """cuts: the first layers of all stages but the first. draft: a draft's checkpoint. transport: how features
-        reach it. place: where it is. budget: bytes for snapshots on each worker. carries, carries_batch: as in
+        reach it. place: where it is. budget: bytes for snapshots on each worker. host_experts: as of
+        `LoadTarget`; with any the stages' device is the CPU, treated as a GPU. carries, carries_batch: as in
         `Directory`."""
         layers = load_stage(path).config.num_layers
         bounds = [0, *cuts, layers]
@@ -331,7 +333,7 @@ class Chain:
             role = TargetRole(
                 resources(
                     last_thread if last else self._thread(),
-                    devices,
+                    (AS_GPU,) if host_experts else devices,
                     host=f"host-{index}",
                     address=f"stage:{index}",
                     store=self.snapshots[index].store,
@@ -340,7 +342,8 @@ class Chain:
                 )
             )
             self.snapshots[index].stage = role
-            role.load(LoadTarget(str(path), held, dtype, capture), ignore_progress)
+            part = LoadTarget(str(path), held, dtype, capture, host_experts=host_experts)
+            role.load(part, ignore_progress)
             role.prepare()
             self.directory.stages[f"stage:{index}"] = role
             self.roles.append(role)

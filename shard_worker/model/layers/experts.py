@@ -20,6 +20,10 @@ from shard_worker.model.layers import swiglu
 from shard_worker.model.rows import PLAIN, Rows
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
+_ROWS_AT_A_TIME = 1024
+"""So many rows of several experts have their gates computed at once, and are added, on a CPU, where operators on a few
+rows each would take longer than the products."""
+
 
 def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeights:
     """Return the weights with one matrix for gate and up of each expert."""
@@ -179,13 +183,42 @@ def _parts(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield what experts [first, last) make of the rows sent to them: which rows these are, int64 [m], and that times
     their shares, float32 [m, hidden]. last: None for all from the first on."""
-    begin = sum(routed.counts[:first])
-    for expert, count in zip(weights.experts[first:last], routed.counts[first:last], strict=True):
+    fixed_rows = None if rows is None else rows.batch_invariant_rows
+    for run, own in _runs(weights.experts, routed.counts, first, last, 1 if x.is_cuda else _ROWS_AT_A_TIME):
+        row_of = routed.row_of[own]
+        sent, counts = x[row_of], [count for _, count in run]
+        gate_ups = [
+            expert.gate_up.matmul(part, expert.gate_up_bias, fixed_rows)
+            for (expert, _), part in zip(run, sent.split_with_sizes(counts), strict=True)
+        ]
+        hidden = swiglu.gated(run[0][0], _together_again(gate_ups), rows)
+        outs = [
+            expert.down.matmul(part, expert.down_bias, fixed_rows)
+            for (expert, _), part in zip(run, hidden.split_with_sizes(counts), strict=True)
+        ]
+        yield row_of, _together_again(outs).float() * routed.share_of[own].float()
+
+
+def _runs(
+    experts: Sequence[MlpWeights], counts: Sequence[int], first: int, last: int | None, most: int
+) -> Iterator[tuple[list[tuple[MlpWeights, int]], slice]]:
+    """Yield runs of experts [first, last) that rows are sent to, each with how many, and where these are among the
+    sorted ones. A run ends with the expert that brings it to `most` rows."""
+    begin = end = sum(counts[:first])
+    run: list[tuple[MlpWeights, int]] = []
+    for expert, count in zip(experts[first:last], counts[first:last], strict=True):
         if count:
-            own = slice(begin, begin + count)
-            out = swiglu.run(expert, x[routed.row_of[own]], rows)
-            yield routed.row_of[own], out.float() * routed.share_of[own].float()
-            begin += count
+            run.append((expert, count))
+            end += count
+        if end - begin >= most:
+            yield run, slice(begin, end)
+            begin, run = end, []
+    if run:
+        yield run, slice(begin, end)
+
+
+def _together_again(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _sum(
@@ -193,7 +226,8 @@ def _sum(
 ) -> torch.Tensor:
     """Return the sum of the parts of each row of x [n, hidden], in their order, float32 [n, hidden].
 
-    before: the sum of those that come before these; it is added to.
+    before: the sum of those that come before these; it is added to. A CPU adds rows in their order, a GPU in none, so
+    that a row must not be twice in one part there.
     """
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if before is None else before
     for row_of, part in parts:

@@ -29,12 +29,16 @@ def run(
 ) -> torch.Tensor:
     """Return what rows x [n, hidden] become, [n, hidden]. rows, residual: as of `FeedForward.run`."""
     fixed_rows = None if rows is None else rows.batch_invariant_rows
-    gate_up = weights.gate_up.matmul(x, weights.gate_up_bias, fixed_rows)
+    hidden = gated(weights, weights.gate_up.matmul(x, weights.gate_up_bias, fixed_rows), rows)
+    return weights.down.matmul(hidden, weights.down_bias, fixed_rows)
+
+
+def gated(weights: MlpWeights, gate_up: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    """Return what `down` takes, [n, mlp], of the products with `gate_up`, [n, 2 * mlp]. rows: as of `run`."""
     gate = swiglu if rows is None else rows.operations.swiglu
     if isinstance(weights.activation, ClampedSwiGlu):
         limit, alpha = weights.activation.limit, weights.activation.alpha
         gate = functools.partial(clamped_swiglu, limit=limit, alpha=alpha)
     elif weights.activation is Activation.GELU_TANH:
         gate = geglu
-    hidden = gate(gate_up) if rows is None else rows.each(gate, gate_up)
-    return weights.down.matmul(hidden, weights.down_bias, fixed_rows)
+    return gate(gate_up) if rows is None else rows.each(gate, gate_up)

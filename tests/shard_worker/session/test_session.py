@@ -66,6 +66,27 @@ async def test_speculated_tokens_are_those_of_transformers(
     assert all(len(proposal) == BLOCK - 1 for proposal in answer.proposals)
 
 
+@pytest.mark.parametrize(
+    ("name", "cuts", "host"),
+    [("qwen3_moe", (2,), 0.4), ("qwen3_5_moe", (1, 3), 1.0), ("gpt_oss-mxfp4", (1,), 0.5), ("laguna", (), 1.0)],
+)
+async def test_experts_in_the_hosts_memory_give_the_same_tokens(
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], host: float
+) -> None:
+    """Some of them or all, packed ones too, plain and with draft tokens of which some are wrong."""
+    prompt, truth = tiny.clear_prompt(name, 12, COUNT + BLOCK)
+    chain = make_chain(name, cuts, host_experts=host)
+
+    async with chain.session() as client:
+        assert await client.plain(prompt, COUNT) == truth[:COUNT]
+    async with chain.session() as client:
+        answer = await client.speculate(prompt, COUNT, script=lambda done: right_until(truth, done, 3))
+
+    assert answer.tokens == truth[:COUNT]
+    described = [role.describe() for role in chain.roles]
+    assert all(one is not None and one.host_weight_bytes > 0 and one.host_experts == host for one in described)
+
+
 def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[int]:
     """Return the true next tokens as draft tokens, wrong from an index on."""
     draft_tokens = list(truth[len(produced) : len(produced) + BLOCK - 1])
