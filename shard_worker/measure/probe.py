@@ -135,7 +135,7 @@ class _Probe:
             device=HOST,
             shape=replace(self.shape, mlp_size=experts.size),
             most_bytes=most,
-            resident_bytes=most,
+            resident_bytes=min(most, self.resident_bytes),
         )
         read_bytes_per_s, _ = there.product_rates()
         layer_s, _ = replace(self, in_host=True).layer_costs(read_bytes_per_s)

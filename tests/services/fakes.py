@@ -24,7 +24,7 @@ from services.messages.description import (
 from services.messages.draft_session import DraftAnswer, OpenDraft, Propose
 from services.messages.holder import Holder
 from services.messages.loading import LoadDraft, LoadProgress, LoadTarget
-from services.messages.measure import DeviceSpeed, MeasureRequest
+from services.messages.measure import DeviceSpeed, HostSpeed, MeasureRequest
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import (
     KeptSnapshot,
@@ -80,6 +80,8 @@ WORKER = WorkerDescription(
         feature_transport=FeatureTransport.SLICES,
         weight_bytes=1 << 40,
         state_trimmable=True,
+        host_experts=0.6,
+        host_weight_bytes=3 << 40,
     ),
     draft=DraftDescription(
         fingerprint="beef",
@@ -108,7 +110,19 @@ WORKER = WorkerDescription(
 )
 
 SPEEDS = (
-    DeviceSpeed("cuda:0", 80 << 30, 79 << 30, 3.35e12, 6.5e14, {"full_attention": 2e-5}, 1e-6, 0.0, 4.1e12, True),
+    DeviceSpeed(
+        "cuda:0",
+        80 << 30,
+        79 << 30,
+        3.35e12,
+        6.5e14,
+        {"full_attention": 2e-5},
+        1e-6,
+        0.0,
+        4.1e12,
+        limited=True,
+        host=HostSpeed(512 << 30, 500 << 30, 1.5e11, {"full_attention": 2e-4}, 2e11),
+    ),
     DeviceSpeed("cuda:1", 1, 0, 0.5, 0.25, {"full_attention": 3e-5, "linear_attention": 4e-5}, 0.0, 5e-6),
 )
 

@@ -28,6 +28,7 @@ async def load(
     kv_dtype: str | None = None,
     quantization: Quantization | None = None,
     rope_scaling: str | None = None,
+    host_experts: float = 0.0,
 ) -> WorkerDescription:
     peers = Peers()
     checkpoints = Checkpoints(
@@ -39,7 +40,7 @@ async def load(
         rope_scaling=rope_scaling,
     )
     try:
-        plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3))
+        plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3), host_experts)
         return await Loader(peers, checkpoints, LoadReporter()).load_stage("stage 0", plan, host.address)
     finally:
         await peers.close()
@@ -102,6 +103,19 @@ async def test_a_worker_that_knows_no_scaling_of_rope_is_refused(hosts: Hosts) -
         await load(host, rope_scaling=scaling)
     assert WORKER.flashsplit_version in caught.value.message
     assert caught.value.where["field"] == "--rope-scaling"
+
+
+async def test_a_worker_that_has_experts_elsewhere_is_refused(hosts: Hosts) -> None:
+    """One of an older release has all of them on its device: it is named, with its release."""
+    [host] = await hosts(1)
+    loaded = await load(host, host_experts=0.6)
+    assert loaded.target is not None
+    assert loaded.target.host_experts == 0.6
+    host.worker.knows_host_experts = False
+    with pytest.raises(FailedPrecondition, match="has 0 of the experts in the host's memory, not 0.6") as caught:
+        await load(host, host_experts=0.6)
+    assert WORKER.flashsplit_version in caught.value.message
+    assert caught.value.where["field"] == "--expert-devices"
 
 
 async def test_a_worker_that_does_not_answer_is_named(hosts: Hosts) -> None:

@@ -149,6 +149,20 @@ def test_draft_is_beside_the_last_stage_unless_named() -> None:
         ({"target_devices": "cpu,cpu", "target_layers": "0:6,5:12"}, ["5:12 repeats layers 5:6", "begin it at 6"]),
         ({"target_devices": "cpu,cpu", "target_layers": "0:6,6:11"}, ["ends at layer 11", "has 12", "end it at 12"]),
         ({"target_devices": "cpu,cpu", "target_layers": "0:6,6:13"}, ["ends at layer 13", "has 12", "end it at 12"]),
+        (
+            {"expert_devices": "cpu", "has_experts": False},
+            ["--expert-devices 'cpu'", "no effect", "mixture of experts"],
+        ),
+        ({"expert_devices": "cuda:0"}, ["--expert-devices", "'cuda:0' is no device", "like cuda:0=0.4,cpu=0.6"]),
+        ({"expert_devices": "cuda:0=nan,cpu=1"}, ["--expert-devices", "'cuda:0=nan'", "finite share above 0"]),
+        ({"expert_devices": "cuda:0=0,cpu=1"}, ["'cuda:0=0'", "write cpu for all experts"]),
+        ({"expert_devices": "best=1,best=1"}, ["--expert-devices", "names best twice"]),
+        ({"expert_devices": "best=1"}, ["--expert-devices", "does not name cpu"]),
+        ({"expert_devices": "cpu=1"}, ["--expert-devices", "does not name the device that keeps"]),
+        (
+            {"target_devices": "hip:0@8GiB,h:1", "expert_devices": "cuda:0=1,cpu=1"},
+            ["--expert-devices", "cuda:0 is none", "name one of hip:0, h:1"],
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(options: dict[str, object], words: list[str]) -> None:
@@ -218,6 +232,35 @@ def test_local_workers_share_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
 
     assert threads_each(parse_places(devices)) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "text", "shares"),
+    [
+        (None, "cpu", [1.0]),
+        ("cuda:0,cpu,h:1", " cpu ", [1.0, 1.0, 1.0]),
+        ("cuda:0,cuda:1,h:1", "cuda:0=0.4,cpu=0.6", [0.6, 0.0, 0.0]),
+        ("cuda:0@8GiB,cuda:0+cuda:1@8GiB,h:1", "cuda:0=3,cuda:0+cuda:1=1,h:1=9,cpu=1", [0.25, 0.5, 0.1]),
+    ],
+)
+def test_a_share_of_the_experts_may_be_the_hosts(devices: str | None, text: str, shares: list[float]) -> None:
+    """Of all stages, or of those that are named, by proportional weights; without the option it is none."""
+    made = plan(target_devices=devices, expert_devices=text)
+
+    assert [stage.host_experts for stage in made.stages] == pytest.approx(shares)
+    assert made.host_computing == {stage.place for stage, share in zip(made.stages, shares, strict=True) if share}
+    assert made.host_experts_of(LayerRange(0, 12)) == pytest.approx(max(shares))
+    assert made.host_experts_of(made.stages[-1].layers) == pytest.approx(shares[-1])
+    assert not plan(target_devices=devices).host_computing
+
+
+def test_gpus_that_leave_experts_to_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As workers on it do."""
+    monkeypatch.setattr(placement, "SMT_FILE", Path("/nowhere"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for text, expected in (("cpu", 8), ("cuda:0=1,cpu=1", 14)):
+        made = plan(target_devices="cuda:0,cuda:1", expert_devices=text)
+        assert threads_each([stage.place for stage in made.stages], made.host_computing) == expected
 
 
 def test_several_workers_share_a_gpu_by_parts_of_its_memory() -> None:

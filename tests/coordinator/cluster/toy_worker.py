@@ -55,14 +55,15 @@ LAUNCH = Launch(
 class ToyWorker(FakeWorker):
     """A worker that holds what it has loaded. dies: whether loading DYING ends the process.
 
-    knows_kv_dtype, knows_quantization, knows_rope_scaling: False for one of a release before keys and values had a type
-    of their own, before matrices were packed while they are loaded, and before RoPE was scaled as a command says.
+    knows_kv_dtype, knows_quantization, knows_rope_scaling, knows_host_experts: False for one of a release before keys
+    and values had a type of their own, before matrices were packed while they are loaded, before RoPE was scaled as a
+    command says, and before experts could be in the host's memory.
     """
 
     def __init__(self, roles: tuple[Role, ...] = (Role.TARGET, Role.DRAFT), *, dies: bool = False) -> None:
         super().__init__(replace(WORKER, roles=roles, target=None, draft=None, process_id=os.getpid()))
         self._dies = dies
-        self.knows_kv_dtype = self.knows_quantization = self.knows_rope_scaling = True
+        self.knows_kv_dtype = self.knows_quantization = self.knows_rope_scaling = self.knows_host_experts = True
         self.fingerprint = "f00d"
 
     async def describe(self) -> WorkerDescription:
@@ -90,6 +91,7 @@ class ToyWorker(FakeWorker):
                 kv_dtype=part.kv_dtype if self.knows_kv_dtype else None,
                 quantization=part.quantization if self.knows_quantization else None,
                 rope_scaling=part.rope_scaling if self.knows_rope_scaling else None,
+                host_experts=part.host_experts if self.knows_host_experts else 0.0,
             )
             self.description = replace(self.description, target=target)
         elif isinstance(part, LoadDraft):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.cluster.placement import WorkerPlace
 from coordinator.planning.step_time import WorkerSpeed
-from services.messages.measure import DeviceSpeed, LinkSpeed
+from services.messages.measure import DeviceSpeed, HostSpeed, LinkSpeed
 from tests.reference import checkpoints
 
 KINDS = {"full_attention": 1e-4, "linear_attention": 2e-4}
@@ -40,6 +41,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 def speed(name: str, *, free: int = 1 << 40, read: float = 1e9) -> DeviceSpeed:
     """A device of which all is free but for the part that a plan leaves alone."""
     return DeviceSpeed(name, 0, free, read, 1e12, KINDS, 1e-5, 2e-5)
+
+
+def mixture_worker(name: str = "cuda:0", *, free: int = 1 << 40, host: int = 1 << 40, read: float = 1e9) -> WorkerSpeed:
+    """One worker with a GPU, whose host has so much memory, reads a tenth as fast, and takes thrice as long a layer."""
+    beside = HostSpeed(0, host, read / 10, {kind: 3 * seconds for kind, seconds in KINDS.items()})
+    [device] = worker(name, free=free, read=read).devices
+    return replace(worker(name), devices=(replace(device, host=beside),))
 
 
 def worker(name: str = "cpu", *, host: str = "a", hop: float = 1e-3, held: int = 0, **figures: float) -> WorkerSpeed:

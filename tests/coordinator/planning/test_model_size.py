@@ -15,13 +15,14 @@ from coordinator.planning.model_size import read_model_size
 from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
+from services.model.quantization import Quantization, QuantizedTo
 from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.devices import parse_devices
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.drafting.drafters.dflash import DFlashDraft
-from shard_worker.model.layer_weights import matrices_of
-from shard_worker.stage.loader import CaptureRequest, StageLoader
+from shard_worker.model.layer_weights import ExpertsWeights, matrices_of
+from shard_worker.stage.loader import CaptureRequest, HeldWeights, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import Weight
@@ -29,6 +30,7 @@ from tests.reference import checkpoints, storage
 from tests.reference.draft_checkpoints import DFLASH2
 from tests.reference.packed_checkpoints import write_packed
 from tests.shard_worker.packed import CASES
+from tests.shard_worker.tiny import AS_GPU
 
 Pairs = dict[str, tuple[Path, Path]]
 CPU = parse_devices("cpu")
@@ -74,6 +76,38 @@ def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None, 
         assert state.size_bytes == held
         assert cache_bytes(models, share, 100, 1) == held
         assert cache_bytes(models, share, 100, 3) == 3 * held
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("quantization", [None, Quantization(QuantizedTo.INT4)])
+def test_experts_in_the_hosts_memory_are_counted_apart(
+    pairs: Pairs, share: float, quantization: Quantization | None
+) -> None:
+    """On a GPU what is left there, beside it what a CPU takes for them; on a CPU nothing changes."""
+    path, _ = pairs["qwen3_moe"]
+    models = Models(read_model_size(path, None, quantization=quantization), None)
+    for layers in (LayerRange(0, 2), LayerRange(1, 4), LayerRange(0, 4)):
+        checkpoint = open_checkpoint(path, quantization=quantization)
+        loader = StageLoader(checkpoint, layers, None, host_experts=share)
+        (share_of,) = stage_shares(models, layers, 1, draft_here=False, host_experts=share)
+
+        stage = loader.load([AS_GPU], None, lambda loaded, total: None)
+        assert share_of.bytes_on("cuda:0") == stage.weight_bytes
+        assert share_of.left_bytes == stage.host_weight_bytes > 0
+        on_cpu = [weights.mlp for weights in stage.segments[0].weights]
+        held = [
+            matrix.nbytes
+            for mlp in on_cpu
+            if isinstance(mlp, ExpertsWeights)
+            for expert in mlp.experts[: mlp.in_host]
+            for matrix in (expert.gate_up, expert.down)
+        ]
+        assert share_of.bytes_beside("cuda:0") == sum(held)
+        (plain,) = stage_shares(models, layers, 1, draft_here=False)
+        assert (share_of.bytes_on("cpu"), share_of.bytes_beside("cpu")) == (plain.bytes_on("cpu"), 0)
+        again = loader.load([AS_GPU], None, lambda loaded, total: None, held=HeldWeights.of(stage, layers))
+        assert again.layer_bytes == stage.layer_bytes
+        assert again.host_weight_bytes == stage.host_weight_bytes
 
 
 def test_stages_of_layers_that_share_keys_take_what_is_said(tmp_path: Path) -> None:

@@ -51,6 +51,24 @@ def test_a_plan_as_an_object(pairs: Pairs) -> None:
     assert found["draft"]["reason"].startswith("beside stage 2")
 
 
+def test_a_plan_says_which_experts_are_in_the_hosts_memory(pairs: Pairs, capfd: pytest.CaptureFixture[str]) -> None:
+    """How much they take there, of what this host has; a dense model has none, and is refused."""
+    arguments = ["--target-devices", "cuda:0", "--expert-devices", "cuda:0=1,cpu=3", "--json"]
+    result = CliRunner().invoke(plan, ["--model", str(pairs["qwen3_moe"][0]), *arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["expert_devices"] == "cuda:0=1,cpu=3"
+    [device, host] = found["devices"]
+    assert (device["device"], host["device"], host["owner"]) == ("cuda:0", "cpu", "stage 0 experts")
+    assert device["weight_bytes"] + host["weight_bytes"] == found["weight_bytes"]
+    assert device["free_bytes"] is None
+    assert host["free_bytes"] > 0
+
+    result = CliRunner().invoke(plan, ["--model", str(pairs["qwen3"][0]), *arguments])
+    assert result.exit_code == 2
+    assert "--expert-devices 'cuda:0=1,cpu=3' has no effect on a dense model" in capfd.readouterr().err + result.output
+
+
 def test_the_help_teaches(pairs: Pairs) -> None:
     """Examples for each way of using it."""
     text = CliRunner().invoke(plan, ["--help"]).output

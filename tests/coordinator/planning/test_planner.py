@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan
+from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan, parse_expert_devices
 from coordinator.planning.draft_size import read_draft_size
-from coordinator.planning.memory import Models, draft_share, plan_shares
+from coordinator.planning.memory import Models, draft_share, plan_shares, stage_shares
 from coordinator.planning.model_size import read_model_size
 from coordinator.planning.planner import (
     CONTEXT,
@@ -26,7 +26,7 @@ from coordinator.planning.step_time import COORDINATOR_S, SESSION_S, WorkerSpeed
 from services.errors import FailedPrecondition
 from services.layers import LayerRange
 from services.messages.measure import DeviceSpeed
-from tests.coordinator.planning.conftest import KINDS, worker
+from tests.coordinator.planning.conftest import KINDS, mixture_worker, worker
 
 LOAD = SessionLoad(256, 1)
 
@@ -129,6 +129,87 @@ def test_what_does_not_fit_says_what_is_missing(models: Models) -> None:
     words = ("of weights", "3 sessions of 4096 tokens", "1000 B usable", "--max-model-len", "--sessions", "--dtype")
     assert all(word in caught.value.message for word in words), caught.value.message
     assert choose_split(models, planned([worker()]), [worker()], None, SessionLoad(4096, 3)).stages
+
+
+@pytest.fixture
+def mixture(pairs: dict[str, tuple[Path, Path]]) -> Models:
+    """Eight experts in three of four layers, of which a row goes through some."""
+    return Models(read_model_size(pairs["qwen3_moe"][0], None), None)
+
+
+def mixture_plan(devices: str, expert_devices: str | None = None) -> Plan:
+    return make_plan(
+        target_devices=devices,
+        layer_split=None,
+        draft_device=None,
+        num_layers=4,
+        has_draft=False,
+        expert_devices=expert_devices,
+    )
+
+
+def test_a_step_waits_for_experts_in_the_hosts_memory(mixture: Models) -> None:
+    """A GPU reads the less, its host reads the rest at its own rate, and nothing of a layer is launched ahead."""
+    model, one = mixture.target, mixture_worker(read=1e6)
+    host = one.devices[0].host
+    assert host is not None
+    layers, share = LayerRange(0, 4), model.in_host(0.5)
+    [plain] = predict(model, [layers], [one], 100).stages
+    [found] = predict(model, [layers], [one], 100, [0.5]).stages
+
+    left = sum(layer.expert_read for layer in model.layers)
+    assert left > 0
+    assert found.read_s == pytest.approx(plain.read_s - left * share / 1e6)
+    assert found.host_s == pytest.approx(left * share / host.read_bytes_per_s)
+    assert found.operators_s == pytest.approx(plain.operators_s + 4 * 2 * KINDS["full_attention"])
+    parts = found.read_s + found.operators_s + found.host_s + SESSION_S + found.hop_s
+    assert found.total_s == pytest.approx(parts)
+    slow = replace(one, devices=(replace(one.devices[0], host=replace(host, read_bytes_per_s=1.0)),))
+    assert "its host's memory" in bottleneck(predict(model, [layers], [slow], 100, [0.5]), [slow])
+
+
+def test_hosts_take_experts_where_devices_have_no_room(mixture: Models) -> None:
+    """The smallest share that does, of every GPU; none where all fit, none where it is said, and what does not fit then
+    is refused."""
+    (whole,) = plan_shares(mixture, mixture_plan("cuda:0"), [1])[0]
+    size, experts = taken_bytes(mixture, whole, LOAD), mixture.target.left_bytes(LayerRange(0, 4), 1.0)[0]
+
+    def chosen(free: int, host: int = 1 << 40, said: str | None = None) -> Plan:
+        one = mixture_worker(free=free, host=host)
+        return choose_split(mixture, mixture_plan("cuda:0", said), [one], None, LOAD)
+
+    assert (chosen(size).expert_devices, chosen(size).stages[0].host_experts) == (None, 0.0)
+    half = chosen(size - experts // 2)
+    assert (half.expert_devices, half.stages[0].host_experts) == ("cuda:0=0.5,cpu=0.5", 0.5)
+    assert chosen(size - experts // 2 - 1).expert_devices == "cuda:0=0.375,cpu=0.625"
+    assert chosen(size - experts).expert_devices == "cpu"
+    assert chosen(size - experts, said="cpu").stages[0].host_experts == 1.0
+    assert parse_expert_devices("cuda:0=0.375,cpu=0.625", [WorkerPlace("cuda:0", None)]) == [0.625]
+    for free, host, said in (
+        (size - experts - 1, 1 << 40, None),
+        (size - experts, experts - 1, None),
+        (size - experts // 2, 1 << 40, "cuda:0=3,cpu=1"),
+    ):
+        with pytest.raises(FailedPrecondition, match="no split fits"):
+            chosen(free, host, said)
+
+
+def test_experts_share_the_memory_of_a_cpu_stage(mixture: Models) -> None:
+    """That of one host: what one of them takes the other has not."""
+    plan = mixture_plan("cuda:0,cpu", "cpu")
+    stages = stage_shares(mixture, LayerRange(0, 2), 1, draft_here=False, host_experts=1.0)
+    behind = stage_shares(mixture, LayerRange(2, 4), 1, draft_here=False)
+    beside = sum(share.bytes_beside("cuda:0") for share in stages)
+    whole = sum(taken_bytes(mixture, share, LOAD, "cpu") for share in behind)
+    assert beside > 0
+    for free in (beside + whole, beside + whole - 1):
+        workers = [mixture_worker(free=1 << 40, host=free), worker("cpu", free=free, read=1e12)]
+        assert free_bytes(workers)["a", "cpu"] == free
+        chosen = choose_split(mixture, plan, workers, None, LOAD)
+        taken = mixture.target.left_bytes(chosen.stages[0].layers, 1.0)[1]
+        [of_cpu] = stage_shares(mixture, chosen.stages[1].layers, 1, draft_here=False)
+        assert taken + taken_bytes(mixture, of_cpu, LOAD, "cpu") <= free
+        assert chosen.stages[1].host_experts == 1.0
 
 
 def test_a_draft_elsewhere_takes_its_own_memory(models: Models) -> None:

@@ -19,9 +19,10 @@ from coordinator.planning.picture import BAR, show
 from coordinator.planning.planner import free_bytes
 from coordinator.planning.report import as_json, draft_reason, make_report
 from services.errors import InvalidArgument
+from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
 from services.processes.device_memory import GPU_CONTEXT_BYTES
-from tests.coordinator.planning.conftest import worker
+from tests.coordinator.planning.conftest import mixture_worker, worker
 from tests.reference import checkpoints
 from tests.reference.draft_checkpoints import DFLASH2
 
@@ -52,6 +53,44 @@ def test_rows_cross_each_edge_once(pairs: Pairs) -> None:
         Edge("coordinator", "stage 0", 4, 0, 4 * 512),
         Edge("stage 0", "stage 1", hidden, 0, hidden * 512),
     ]
+
+
+def test_experts_in_the_hosts_memory_stand_apart(pairs: Pairs) -> None:
+    """In the table and the object, with what they take of which memory, how long a step waits for them, and where the
+    option changes nothing."""
+    models = Models(read_model_size(pairs["qwen3_moe"][0], None), None)
+    plan = make_plan(
+        target_devices="cuda:0,cpu",
+        layer_split=None,
+        draft_device=None,
+        num_layers=4,
+        has_draft=False,
+        expert_devices="cpu",
+    )
+    workers = (mixture_worker(free=1 << 30, host=1 << 29), worker("cpu", free=1 << 29))
+    report = make_report(models, plan, lengths=(64, 128), sessions=1, workers=workers)
+    [_, experts] = models.target.left_bytes(LayerRange(0, 2), 1.0)
+    assert [(load.owner, load.memory) for load in report.devices] == [
+        ("stage 0", "cuda:0 of a"),
+        ("stage 0 experts", "cpu of a"),
+        ("stage 1", "cpu of a"),
+    ]
+    assert (report.devices[1].weight_bytes, report.devices[1].free_bytes) == (experts, 1 << 29)
+    assert report.fitting is not None
+    assert min(report.fitting.values()) > 0
+    out = io.StringIO()
+    show(report, Console(file=out, width=500))
+    text = out.getvalue()
+    assert "experts ms" in text
+    assert "Note: stage 1 is on a CPU, whose memory holds its experts anyway: --expert-devices cpu" in text
+    assert "--target-devices cuda:0,cpu --target-layers 0:2,2:4 --expert-devices cpu" in text
+    found = as_json(report)
+    assert found["expert_devices"] == "cpu"
+    assert found["predicted"]["stages"][0]["host_s"] > 0  # type: ignore[index]
+    unasked = make_report(models, plan, lengths=(64,), sessions=1, local_memory=(1 << 30, 1 << 20))
+    assert [load.free_bytes for load in unasked.devices] == [None, 1 << 20, 1 << 20]
+    plain = make_report(models, replace(plan, stages=plan.stages[1:]), lengths=(64,), sessions=1)
+    assert [load.owner for load in plain.devices] == ["stage 0"]
 
 
 def test_features_ride_once_there_are_any(pairs: Pairs) -> None:

@@ -49,6 +49,7 @@ async def test_describe(worker: RemoteWorker) -> None:
         TARGET,
         LoadTarget("", LayerRange(5, 6)),
         LoadTarget("/models/t", LayerRange(0, 3), kv_dtype="float8_e4m3fn"),
+        LoadTarget("/models/t", LayerRange(0, 3), host_experts=1 / 3),
         LoadDraft("/models/d", "/models/t", HeadPlace.PROJECTED, FeatureTransport.SUM, "float32"),
         LoadTarget("/models/t", LayerRange(0, 3), quantization=Quantization(QuantizedTo.INT4, ends=True)),
         LoadDraft("/models/d", "", HeadPlace.SHARED, FeatureTransport.SLICES),
@@ -133,6 +134,8 @@ async def test_versions_are_compared_before_anything_else(serve: Serve, dial: Di
         (pb.LoadRequest(), "part is missing: name a target, a draft or a drafter to load"),
         (pb.LoadRequest(target=pb.LoadTarget()), "layers is [0, 0)"),
         (pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, dtype=42)), "dtype is 42"),
+        (pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, host_experts=1.5)), "host_experts is 1.5"),
+        (pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, host_experts=float("nan"))), "host_experts is nan"),
         (
             pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, quantization={"type": 9})),
             "quantization.type is 9, not one of 1 (int8), 2 (int4), 3 (fp8)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from services.messages.draft_session import OpenDraft
 from services.messages.loading import LoadDraft
 from services.messages.measure import MeasureRequest
 from services.model.checkpoint_files import read_config
-from shard_worker.device.devices import parse_devices
+from shard_worker.device.devices import describe, parse_devices
 from shard_worker.measure import probe
 from shard_worker.roles.draft import DraftRole
 from shard_worker.worker import Worker, WorkerConfig
-from tests.shard_worker.tiny import Tiny
+from tests.shard_worker.tiny import AS_GPU, Tiny
 
 CPU = parse_devices("cpu")[0]
 
@@ -51,6 +52,26 @@ def test_every_kind_of_layer_is_measured(tiny: Tiny, name: str, kinds: set[str])
     assert 1e6 < speed.matmul_flops_per_s < 1e17
     assert all(0 <= seconds < 1 for seconds in (*speed.layer_s.values(), speed.step_s, speed.choose_s))
     assert 0 < speed.free_bytes <= speed.total_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "laguna", "gemma4-experts"])
+@torch.inference_mode()
+def test_experts_beside_a_gpu_are_measured_on_its_host(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real layers of which the device has all else; a CPU, and a dense model, have no such figures."""
+    # Of little memory little is read and copied.
+    memory = replace(describe(CPU), free_bytes=4 << 20)
+    monkeypatch.setattr(probe, "describe", lambda _: memory)
+    config, wanted = read_config(tiny.path(name)), MeasureRequest("", "float32", 1 << 20)
+    speed = probe.measure(AS_GPU, config, wanted)
+
+    assert speed.host is not None
+    assert set(speed.host.layer_s) == set(speed.layer_s)
+    assert all(0 <= seconds < 1 for seconds in speed.host.layer_s.values())
+    assert 1e6 < speed.host.read_bytes_per_s < 1e15
+    assert 1e6 < speed.host.copy_bytes_per_s < 1e15
+    assert (speed.host.total_bytes, speed.host.free_bytes) == (memory.total_bytes, memory.free_bytes)
+    assert probe.measure(CPU, config, wanted).host is None
+    assert probe.measure(AS_GPU, read_config(tiny.path("qwen3")), wanted).host is None
 
 
 @torch.inference_mode()

@@ -74,15 +74,16 @@ async def test_experts_in_the_hosts_memory_give_the_same_tokens(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], host: float
 ) -> None:
     """Some of them or all, packed ones too, plain and with draft tokens of which some are wrong."""
-    prompt, truth = tiny.clear_prompt(name, 12, COUNT + BLOCK)
+    count = 30
+    prompt, truth = tiny.clear_prompt(name, 12, count + BLOCK)
     chain = make_chain(name, cuts, host_experts=host)
 
     async with chain.session() as client:
-        assert await client.plain(prompt, COUNT) == truth[:COUNT]
+        assert await client.plain(prompt, count) == truth[:count]
     async with chain.session() as client:
-        answer = await client.speculate(prompt, COUNT, script=lambda done: right_until(truth, done, 3))
+        answer = await client.speculate(prompt, count, script=lambda done: right_until(truth, done, 3))
 
-    assert answer.tokens == truth[:COUNT]
+    assert answer.tokens == truth[:count]
     described = [role.describe() for role in chain.roles]
     assert all(one is not None and one.host_weight_bytes > 0 and one.host_experts == host for one in described)
 

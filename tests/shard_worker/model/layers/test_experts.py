@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from services.errors import InvalidArgument
 from services.model.families import read_model_config
 from services.model.layers.experts import tensor_shapes
+from services.model.quantization import Quantization, QuantizedTo
 from shard_worker.model.layer_weights import ExpertsWeights, LayerTensors
 from shard_worker.model.layers import experts
 from shard_worker.model.rows import Rows
@@ -20,7 +23,19 @@ from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, Weight
 from tests.reference import storage, target
 from tests.shard_worker.model.layers import family_runner
-from tests.shard_worker.tiny import GLM4_MOE, HYBRID_EXPERTS, QWEN3_MOE, Tiny, ids, load_stage, unsplit
+from tests.shard_worker.tiny import (
+    AS_GPU,
+    GLM4_MOE,
+    GPT_OSS,
+    HYBRID_EXPERTS,
+    LAGUNA,
+    QWEN3_MOE,
+    Run,
+    Tiny,
+    ids,
+    load_stage,
+    unsplit,
+)
 
 ROUTER = "mlp.gate.weight"
 
@@ -65,6 +80,85 @@ def test_a_row_keeps_its_bits_whatever_stands_beside_it(tiny: Tiny, dtype: str) 
 
     assert torch.equal(torch.cat([experts.run(layer.mlp, row[None], rows) for row in x]), together)
     assert torch.equal(experts.run(layer.mlp, x.flip(0), rows).flip(0), together)
+
+
+IN_HOST = [*QWEN3_MOE, *HYBRID_EXPERTS, *GLM4_MOE, *GPT_OSS, *LAGUNA, "gemma4-experts"]
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("name", IN_HOST)
+def test_experts_in_the_hosts_memory_give_the_same_bits(tiny: Tiny, name: str, share: float) -> None:
+    """Some of them or all, of every family, where all products are a CPU's: chunks of a prompt, and rows that are
+    verified."""
+    stage = load_stage(tiny.path(name), devices=[AS_GPU], host_experts=share)
+    everywhere, apart = unsplit(tiny.path(name)), Run([stage])
+
+    for tokens in (ids(20), ids(1, seed=1), ids(7, seed=2)):
+        assert torch.equal(apart(tokens), everywhere(tokens))
+    assert torch.equal(apart.verify(ids(5, seed=4)), everywhere.verify(ids(5, seed=4)))
+    assert stage.host_weight_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [None, QuantizedTo.INT4, QuantizedTo.FP8])
+def test_a_row_keeps_its_bits_between_device_and_host(tiny: Tiny, dtype: str, packed: QuantizedTo | None) -> None:
+    """Whatever stands beside it, and whichever experts are where."""
+    quantization = None if packed is None else Quantization(packed)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
+    rows = Rows((), {}, batch_invariant_rows=16)
+    outcomes = []
+    for share in (0.0, 0.5, 1.0):
+        stage = load_stage(
+            tiny.path("qwen3_moe"),
+            (0, 1),
+            devices=[AS_GPU],
+            dtype=dtype,
+            quantization=quantization,
+            host_experts=share,
+        )
+        [layer] = stage.segments[0].weights
+        assert isinstance(layer.mlp, ExpertsWeights)
+        assert layer.mlp.in_host == round(share * len(layer.mlp.experts))
+        together = experts.run(layer.mlp, x, rows)
+        assert torch.equal(torch.cat([experts.run(layer.mlp, row[None], rows) for row in x]), together)
+        outcomes.append(together)
+
+    assert torch.equal(outcomes[1], outcomes[0])
+    assert torch.equal(outcomes[2], outcomes[0])
+
+
+def test_only_the_experts_that_rows_go_through_are_read(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those in the host's memory as of others."""
+    [layer] = load_stage(tiny.path("qwen3_moe"), (0, 1), devices=[AS_GPU], host_experts=1.0).segments[0].weights
+    assert isinstance(layer.mlp, ExpertsWeights)
+    read: list[Weight] = []
+    kinds = {type(matrix) for expert in layer.mlp.experts for matrix in (expert.gate_up, expert.down)}
+    for kind in kinds:
+        multiply = kind.matmul
+
+        def matmul(self: Weight, *arguments: Any, multiply: Any = multiply) -> torch.Tensor:
+            read.append(self)
+            return cast(torch.Tensor, multiply(self, *arguments))
+
+        monkeypatch.setattr(kind, "matmul", matmul)
+    experts.run(layer.mlp, torch.ones(3, 64))
+
+    used = [expert for expert in layer.mlp.experts if any(matrix is expert.gate_up for matrix in read)]
+    assert len(used) == layer.mlp.chosen
+
+
+def test_a_dense_model_has_no_experts_for_the_host(tiny: Tiny) -> None:
+    """The worker refuses it too, and says what would be accepted."""
+    with pytest.raises(InvalidArgument, match=r"--expert-devices would have 0.5 .* this qwen3 has none: leave it out"):
+        load_stage(tiny.path("qwen3"), host_experts=0.5)
+
+
+def test_on_a_cpu_all_experts_are_in_the_hosts_memory_anyway(tiny: Tiny) -> None:
+    """Nothing changes."""
+    stage, plain = load_stage(tiny.path("qwen3_moe"), host_experts=0.5), load_stage(tiny.path("qwen3_moe"))
+    assert (stage.weight_bytes, stage.host_weight_bytes) == (plain.weight_bytes, 0)
+    mixtures = [one.mlp for one in stage.segments[0].weights if isinstance(one.mlp, ExpertsWeights)]
+    assert [one.in_host for one in mixtures] == [0] * len(mixtures)
 
 
 def test_the_router_stays_in_float32(tiny: Tiny) -> None:
