@@ -160,11 +160,13 @@ class AnswerFile:
         self._is_failing = False
 
     def begin(self, header: Header) -> None:
-        """Write how the answers were asked for, so that it outlives the host. Raises OSError where that fails."""
+        """Write how the answers were asked for; in the background so that it outlives a loss of power: nobody would ask
+        again. Raises OSError where that fails."""
         self._unwritten = records.written({"kind": "begin", "version": VERSION, "header": to_plain(header)})
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
-        os.fsync(self._descriptor)
+        if header.background:
+            os.fsync(self._descriptor)
 
     def take_up(self, stored: StoredAnswer) -> None:
         """Go on with a file that another process has written."""

@@ -35,7 +35,7 @@ READING = [
     "/v1/status",
     "/v1/responses/{response_id}",
 ]
-ENDING = ["/v1/responses/{response_id}/cancel"]
+ENDING = [("/v1/responses/{response_id}/cancel", "POST"), ("/v1/responses/{response_id}", "DELETE")]
 OPERATING = ["/v1/drain"]
 ENDLESS = ["/v1/events"]
 LIMITS = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 2}
@@ -58,7 +58,7 @@ def schema(server: Server) -> Any:
 
 def test_everything_is_in_it(schema: Any) -> None:
     paths = {operation.ok().path for operation in schema.get_all_operations()}
-    assert paths == {*ASKING, *COUNTING, *OPERATING, *READING, *ENDING, *ENDLESS}
+    assert paths == {*ASKING, *COUNTING, *OPERATING, *READING, *dict(ENDING), *ENDLESS}
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "refused"])
@@ -72,9 +72,9 @@ def test_questions(schema: Any, path: str) -> None:
     check(schema[path]["GET"], GenerationMode.POSITIVE, 5)
 
 
-@pytest.mark.parametrize("path", ENDING)
-def test_what_ends_answers(schema: Any, path: str) -> None:
-    check(schema[path]["POST"], GenerationMode.POSITIVE, 5)
+@pytest.mark.parametrize(("path", "method"), ENDING)
+def test_what_ends_answers(schema: Any, path: str, method: str) -> None:
+    check(schema[path][method], GenerationMode.POSITIVE, 5)
 
 
 def check(operation: Any, mode: GenerationMode, examples: int) -> None:

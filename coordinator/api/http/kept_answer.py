@@ -16,7 +16,7 @@ from coordinator.api.http.errors import logged
 from coordinator.api.http.reply_form import ReplyForm
 from coordinator.engine.engine import RETRY_AFTER_S, Engine
 from coordinator.journal.answer_file import CANCELLED, FAILED, LEFT, AnswerFile, StoredAnswer
-from services.errors import Cancelled, FlashsplitError
+from services.errors import Cancelled, FlashsplitError, InvalidArgument
 
 _PART_BYTES, _TOKEN_BYTES = 400, 40
 """About what a part and a token of it take in memory."""
@@ -46,6 +46,7 @@ class KeptAnswer:
         self.begun = bool(self.parts)
         self._complete = sum(isinstance(part.content, Answer) for part in self.parts)
         """How many of the answers are."""
+        self._count = len(form.requests)
         self.size = sum(_TOKEN_BYTES * len(request.prompt_ids) for request in form.requests)
         self.size += sum(map(_size, self.parts))
         self.ended_at = stored.written_at if self.stopped or self.is_whole else None
@@ -56,7 +57,12 @@ class KeptAnswer:
     @property
     def is_whole(self) -> bool:
         """Whether all answers are complete."""
-        return self._complete == len(self.form.requests)
+        return self._complete == self._count
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing came of it but that the request makes no sense; there is nothing to ask for again."""
+        return not self.parts and isinstance(self.error, InvalidArgument)
 
     @property
     def outlives_readers(self) -> bool:
@@ -66,11 +72,12 @@ class KeptAnswer:
 
     def go_on(self, *, patient: bool = False) -> None:
         """Compute what is missing, unless that is being done. patient: wait where the engine's queue is full."""
-        if self._task is not None or self.is_whole or self.stopped == CANCELLED:
+        before = self._task
+        if self.is_whole or self.stopped == CANCELLED or (before is not None and not self.stopped):
             return
         self.stopped, self.error, self.ended_at = "", None, None
         # A task of its own context: spans and log lines are those of the request that it goes on with.
-        self._task = asyncio.get_running_loop().create_task(self._run(patient), context=copy_context())
+        self._task = asyncio.get_running_loop().create_task(self._run(before, patient), context=copy_context())
 
     async def cancel(self) -> None:
         """End the answers before they are complete; no one goes on with them."""
@@ -113,15 +120,19 @@ class KeptAnswer:
             if not self._readers and not self.outlives_readers and not self.is_whole and not self.stopped:
                 await self._stop(LEFT)
 
-    async def _run(self, patient: bool) -> None:
+    async def _run(self, before: asyncio.Task[None] | None, patient: bool) -> None:
+        """Compute what is missing. before: what has been told to end doing so, and may take a moment."""
         try:
+            if before is not None:
+                await asyncio.wait([before])
             while not await self._compute(patient):
                 await asyncio.sleep(RETRY_AFTER_S)
             self.ended_at = time.time()
         except Exception as error:
             self._fail(error)
         finally:
-            self._task = None
+            if self._task is asyncio.current_task():
+                self._task = None
             self._tell()
 
     async def _compute(self, patient: bool) -> bool:
@@ -167,9 +178,9 @@ class KeptAnswer:
         await self._end_task()
 
     async def _end_task(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if (task := self._task) is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def _size(part: ChoicePart) -> int:

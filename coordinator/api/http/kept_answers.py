@@ -29,7 +29,7 @@ KEEP_S = 3600.0
 MOST_BYTES = 256 << 20
 """About how much memory answers that have ended may take; the oldest go first."""
 
-_LOOK_S = 60.0
+_LOOK_S = 10.0
 """Between two looks for answers that have been kept long enough."""
 
 log = structlog.get_logger()
@@ -82,7 +82,8 @@ class KeptAnswers:
 
     def of_key(self, owner: str, key: str) -> KeptAnswer | None:
         """Return the answers that a client asked for under this key, if they are kept."""
-        return self._by_key.get((owner, key)) if key else None
+        found = self._by_key.get((owner, key)) if key else None
+        return None if found is None or found.is_refused else found
 
     def of_id(self, owner: str, answer_id: str) -> KeptAnswer | None:
         """Return the answers of this id if they are kept, and this client's."""
@@ -114,7 +115,6 @@ class KeptAnswers:
             await asyncio.to_thread(to_plain, form),
         )
         answer = KeptAnswer(self.engine, form, StoredAnswer(header), await self._file(header))
-        self._drop_old()
         self._add(answer)
         answer.go_on(patient=background)
         return answer
@@ -160,6 +160,13 @@ class KeptAnswers:
         self._answers[header.answer_id] = self._by_name[header.owner, header.name] = answer
         if header.key:
             self._by_key[header.owner, header.key] = answer
+
+    async def remove(self, answer: KeptAnswer) -> None:
+        """Forget answers at once, and end them where they go on."""
+        await answer.cancel()
+        # Another one may have asked for that meanwhile.
+        if self._answers.get(answer.header.answer_id) is answer:
+            self._drop(answer)
 
     def _drop_old(self) -> None:
         """Forget answers that were kept long enough, and the oldest ones where they take too much memory."""

@@ -85,6 +85,12 @@ def routes(engine: Engine, answers: KeptAnswers) -> APIRouter:
         await kept.cancel()
         return await json_reply(await _as_it_is(engine, kept))
 
+    @router.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete(response_id: str, http: HttpRequest) -> Response:
+        """Forget a response, and end it where it goes on."""
+        await answers.remove(_kept(answers, http, response_id))
+        return await json_reply({"id": response_id, "object": "response", "deleted": True})
+
     return router
 
 

@@ -16,9 +16,9 @@ import pytest
 from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.reply_forms import new_answers
 from coordinator.journal.directory import Journal
-from services.errors import Unavailable
+from services.errors import InvalidArgument, Unavailable
 from tests.coordinator.api.http.conftest import Client, Connect
-from tests.coordinator.fakes import Script, engine, says
+from tests.coordinator.fakes import Script, ScriptedSession, engine, says
 
 TEXT = "the quick brown fox"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -385,6 +385,55 @@ async def test_only_background_responses_are_cancelled(journaled: Any) -> None:
     assert (status, refused["error"]["param"]) == (400, "response_id")
     # It can be fetched all the same.
     assert (await client.http.get(f"{RESPONSES}/{reply['id']}")).json() == reply
+
+
+async def test_a_response_that_is_deleted(journaled: Any, tmp_path: Path) -> None:
+    """While it goes on: its computing ends, and nothing is left of it."""
+    script = HoldingScript(says(TEXT))
+    script.hold_from(8)
+    client = await journaled(script)
+    _, reply = await client.post(RESPONSES, {"input": "hi", "background": True})
+    await until_status(client, reply["id"], "in_progress")
+    deleted = await client.http.delete(f"{RESPONSES}/{reply['id']}")
+    assert (deleted.status_code, deleted.json()) == (200, {"id": reply["id"], "object": "response", "deleted": True})
+    assert not client.engine.load.running
+    assert (await client.http.get(f"{RESPONSES}/{reply['id']}")).status_code == 404
+    assert not list((tmp_path / "journal").glob("*.journal"))
+
+
+async def test_a_refused_request_takes_no_key(connect: Connect) -> None:
+    """What was refused may be sent again with the same key and another body."""
+    failures: dict[int, Any] = {0: InvalidArgument("grammar cannot be used: it is empty", field="grammar")}
+    client = await connect(engine(Script(says(TEXT), failures=failures)))
+    key = {"Idempotency-Key": "a"}
+    assert (await client.post(CHAT, {"messages": HELLO, "guided_regex": "a"}, **key))[0] == 400
+    failures.clear()
+    assert (await client.post(CHAT, {"messages": HELLO}, **key))[0] == 200
+
+
+async def test_a_client_that_is_back_at_once(journaled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the computing has ended that was stopped when it went: the rest is computed behind that."""
+    ending, closing = asyncio.Event(), asyncio.Event()
+    close = ScriptedSession.close
+
+    async def slowly(session: ScriptedSession, why: str = "") -> None:
+        ending.set()
+        await closing.wait()
+        await close(session)
+
+    monkeypatch.setattr(ScriptedSession, "close", slowly)
+    script = HoldingScript(says(TEXT))
+    script.hold_from(4)
+    client = await journaled(script)
+    first = await read(client, CHAT, {"messages": HELLO}, 3)
+    async with asyncio.timeout(10):
+        await ending.wait()
+    script.hold = None
+    reading = asyncio.create_task(read(client, CHAT, {"messages": HELLO}, **{"Last-Event-ID": first[-1].id}))
+    await asyncio.sleep(0.05)
+    assert len(client.engine.cluster.sessions) == 1
+    closing.set()
+    assert content([*first, *await reading]) == TEXT
 
 
 def content(events: list[Event]) -> str:
