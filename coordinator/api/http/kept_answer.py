@@ -172,7 +172,8 @@ class KeptAnswer:
 
     async def _stop(self, why: str) -> None:
         self.stopped, self.ended_at = why, time.time()
-        if self._file is not None:
+        # Where the server ends, readers have not left by themselves: who opens the file goes on.
+        if self._file is not None and not (why == LEFT and self._engine.load.draining):
             self._file.stop(why)
         self._tell()
         await self._end_task()

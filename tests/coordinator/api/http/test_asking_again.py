@@ -197,6 +197,26 @@ async def test_a_server_that_is_started_again(journaled: Any, path: str, steps: 
     assert await read(client, path, BODIES[path], **key, **{"Last-Event-ID": events[3].id}) == events[4:]
 
 
+async def test_connections_that_a_server_ends(journaled: Any) -> None:
+    """Where it is shut down they have not left by themselves: the next one goes on, without being asked."""
+    script = HoldingScript(says(TEXT))
+    script.hold_from(8)
+    client = await journaled(script)
+    reading = asyncio.create_task(read(client, CHAT, {"messages": HELLO}))
+    async with asyncio.timeout(10):
+        while not client.engine.cluster.sessions or len(client.engine.cluster.session.forwards) < 4:
+            await asyncio.sleep(0.01)
+    await client.engine.drain(0)
+    reading.cancel()
+    async with asyncio.timeout(10):
+        while client.engine.load.running:
+            await asyncio.sleep(0.01)
+    client = await journaled(Script(says(TEXT)))
+    async with asyncio.timeout(10):
+        while not client.engine.cluster.sessions or client.engine.load.running:
+            await asyncio.sleep(0.01)
+
+
 async def test_the_last_event_of_a_server_that_has_ended(journaled: Any) -> None:
     """The client has some events of one server, and gets the rest from the next."""
     script = HoldingScript(says(TEXT))
