@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.errors import FailedPrecondition
 from services.messages.description import DraftDescription, TargetDescription, WorkerDescription
+from services.model.draft_target import DraftAndTarget
 
 _ALIKE = {
     "quantization": ("PACKING_MISMATCH", "none"),
@@ -37,8 +38,8 @@ def check_same_model(stages: Sequence[WorkerDescription]) -> None:
                 )
 
 
-def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
-    """Check that a draft was made for a target.
+def check_fit(draft: DraftDescription, target: TargetDescription, names: DraftAndTarget) -> None:
+    """Check that a draft was made for a target. names: what both are called.
 
     Raises FailedPrecondition naming the field and both values when it was not.
     """
@@ -46,14 +47,13 @@ def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
         of_draft, of_target = getattr(draft, field), getattr(target, field)
         if of_draft != of_target:
             raise FailedPrecondition(
-                f"the draft's {field} is {of_draft}, the target's {of_target}: name a draft made for this target",
+                names.refusal(f"its {field} is {of_draft}, the target's {of_target}"),
                 reason="DRAFT_MISMATCH",
                 field=field,
             )
     if draft.num_target_layers not in (1, target.num_layers):
         raise FailedPrecondition(
-            f"the draft was made for a target of {draft.num_target_layers} layers, this one has "
-            f"{target.num_layers}: name a draft made for this target",
+            names.refusal(f"it is for a target of {draft.num_target_layers} layers, this one has {target.num_layers}"),
             reason="DRAFT_MISMATCH",
             field="num_target_layers",
         )

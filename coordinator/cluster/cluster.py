@@ -740,7 +740,7 @@ class Cluster:
             load = self._loader.load_draft(self.draft_address or self.addresses[-1], beside=beside)
             self.draft_worker = await self._or_death(load)
             assert self.draft_worker.draft is not None
-            check_fit(self.draft_worker.draft, self.target)
+            check_fit(self.draft_worker.draft, self.target, self._loader.names)
             if self.draft_address is not None:
                 await self._or_death(self._losses.watch_edge(stages, self.addresses[-1], self.draft_address))
 

@@ -17,6 +17,7 @@ from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.messages.holder import LEASE_S, WORKER_HELD
 from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
+from services.model.draft_target import DraftAndTarget
 from services.model.quantization import Quantization
 from services.rpc.peers import Peers
 
@@ -63,6 +64,11 @@ class Loader:
 
     def __init__(self, peers: Peers, checkpoints: Checkpoints, reporter: LoadReporter) -> None:
         self._peers, self._checkpoints, self._reporter = peers, checkpoints, reporter
+
+    @property
+    def names(self) -> DraftAndTarget:
+        """What the draft and the target are called; only where there is a draft."""
+        return DraftAndTarget(str(self._checkpoints.draft), str(self._checkpoints.model))
 
     async def load_stage(
         self, part_name: str, plan: StagePlan, address: str, *, ends_sessions: bool = False

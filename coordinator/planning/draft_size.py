@@ -7,9 +7,9 @@ from pathlib import Path
 
 from coordinator.planning.model_size import ModelSize
 from services.dtypes import ITEM_BYTES
-from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.checkpoint_files import read_config
+from services.model.draft_target import DraftAndTarget
 from services.model.draft_tensors import draft_bytes
 from services.model.drafts import DraftConfig, check_draft_kind, draft_dtype, draft_format
 from services.model.quantization import OPTIONS, Quantization
@@ -73,19 +73,12 @@ def read_draft_size(
         headers = quantization.headers(headers, directory, OPTIONS[field])
     draft = draft_format(check_draft_kind(raw, directory))
     config = draft.read_config(raw)
+    both = DraftAndTarget(str(directory), target.name)
     if config.hidden_size != target.hidden_size:
-        raise InvalidArgument(
-            f"the draft's hidden_size is {config.hidden_size}, the target's {target.hidden_size}: name a draft made "
-            "for this target",
-            field=field,
-        )
+        raise both.refused(f"its hidden_size is {config.hidden_size}, the target's {target.hidden_size}")
     last = max(config.capture_layers)
     if last >= len(target.layers):
-        raise InvalidArgument(
-            f"the draft captures block {last}, the target has {len(target.layers)} blocks: name a draft made for this "
-            "target",
-            field=field,
-        )
+        raise both.refused(f"it captures block {last}, the target has {len(target.layers)} blocks")
     names = draft.find_tensors(config, headers, directory)
     chosen = dtype or draft_dtype(raw, names, headers)
     weight_bytes, cpu_bytes = (

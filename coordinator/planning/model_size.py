@@ -7,13 +7,13 @@ worker allocates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.dtypes import ITEM_BYTES
 from services.layers import LayerRange
 from services.model.cached_tensors import Per
-from services.model.checkpoint_files import read_config
+from services.model.checkpoint_files import model_name, read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches, read_share
@@ -57,11 +57,12 @@ class LayerSize:
 class ModelSize:
     """A target, in bytes at the element types that it is to be loaded with; hidden_size and vocab_size count elements.
 
-    kv_dtype: the element type of attention keys and values. cpu_head_bytes: lm_head on a CPU. packed_head: whether
-    lm_head is stored packed, and stays so in memory. last_cut: as of `ModelConfig`. experts: how many routed ones
-    layers have, 0 for a dense model.
+    name: what it is called, by its path, whatever is at it. kv_dtype: the element type of attention keys and values.
+    cpu_head_bytes: lm_head on a CPU. packed_head: whether lm_head is stored packed, and stays so in memory. last_cut:
+    as of `ModelConfig`. experts: how many routed ones layers have, 0 for a dense model.
     """
 
+    name: str = field(compare=False)
     dtype: str
     kv_dtype: str
     layers: tuple[LayerSize, ...]
@@ -147,6 +148,7 @@ def read_model_size(
     dtype = dtype or tensors.dtype(0)
     kv_dtype = kv_dtype or dtype
     return ModelSize(
+        name=model_name(directory),
         dtype=dtype,
         kv_dtype=kv_dtype,
         layers=tuple(

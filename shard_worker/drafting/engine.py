@@ -82,6 +82,7 @@ class DraftEngine:
         """
         for one in rows:
             check_start(one.state, one.start)
+        features.settle()
         states, counts = [one.state for one in rows], [one.count for one in rows]
         runner = self._runner(states, counts, [0] * len(rows))
         if runner is not None:

@@ -115,11 +115,16 @@ class LocalDraftLink:
 
     # --- on the device thread
 
+    @property
+    def takes_rows_later(self) -> bool:
+        """Whether features wait until a block is asked for; kernels take them at once."""
+        return self.engine.runner is None
+
     def keep(self, features: Features, start: int) -> bool:
         """Keep the features of committed rows from position `start` on until a block is asked for, and say whether that
-        is done: a session that asks for none then pays nearly nothing for its draft. Kernels take rows at once, and
-        what does not follow is left to be refused."""
-        if self.engine.runner is not None or features.empty or start != self.state.length + self._kept_rows:
+        is done: a session that asks for none then pays nearly nothing for its draft. What does not follow is left to be
+        refused."""
+        if not self.takes_rows_later or features.empty or start != self.state.length + self._kept_rows:
             return False
         count = features.count
         if self._kept_rows + count > MOST_KEPT_ROWS:

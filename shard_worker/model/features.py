@@ -1,13 +1,15 @@
 """Features for the draft: captured residual streams, summed through the draft's `fc` slice by slice, or as they are.
 
 `fc` is linear, so each stage may multiply what it captured by its own columns of `fc` and add the product to a float32
-sum that rides along: 2 rows of hidden values a token on the wire instead of 1 + N.
+sum that rides along: 2 rows of hidden values a token on the wire instead of 1 + N. Where the draft is beside the stage,
+the product can wait until the draft takes the rows: rows that do not count are then never multiplied, and those of many
+steps are multiplied together, for which `fc` is read once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,21 +17,44 @@ from shard_worker.device.dtypes import to_device
 from shard_worker.weights.weight import Weight
 
 
+@dataclass(frozen=True, slots=True)
+class UnmultipliedRows:
+    """What a segment captured, which is still to be multiplied by `fc` and added to the sum.
+
+    rows: [n, k * hidden], the captured layers side by side. fc, batch_invariant_rows: as of `Capture`.
+    """
+
+    rows: torch.Tensor
+    fc: Weight
+    batch_invariant_rows: int | None
+
+    def product(self) -> torch.Tensor:
+        """Return the rows' part of the sum, [n, draft hidden]."""
+        return self.fc.matmul(self.rows, None, self.batch_invariant_rows)
+
+    def joins(self, other: UnmultipliedRows) -> bool:
+        """Return whether rows of both can be multiplied at once with the bits that each has alone."""
+        return self.fc is other.fc and self.batch_invariant_rows == other.batch_invariant_rows
+
+
 @dataclass(slots=True)
 class Features:
     """Features of the rows of one step, gathered along the chain.
 
     total: float32 [n, draft hidden], the sum so far, or None. slices: [n, hidden] by place in the draft's list of
-    blocks.
+    blocks. waits: whether what is captured is multiplied by `settle` only, and not at once. unmultiplied: what waits
+    for that.
     """
 
     total: torch.Tensor | None = None
     slices: dict[int, torch.Tensor] = field(default_factory=dict)
+    waits: bool = False
+    unmultiplied: tuple[UnmultipliedRows, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether nothing was captured yet."""
-        return self.total is None and not self.slices
+        return self.total is None and not self.slices and not self.unmultiplied
 
     @property
     def indices(self) -> list[int | None]:
@@ -38,18 +63,20 @@ class Features:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The sum and the slices, in the order in which they travel."""
+        """The sum and the slices, in the order in which they travel; all is to be multiplied before."""
         return [*([self.total] if self.total is not None else []), *(self.slices[i] for i in sorted(self.slices))]
 
     @property
     def count(self) -> int:
         """How many rows there are."""
+        if self.unmultiplied:
+            return len(self.unmultiplied[0].rows)
         return len(self.tensors[0]) if not self.empty else 0
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (*self.tensors, *(one.rows for one in self.unmultiplied)))
 
     def rows(self, count: int) -> Features:
         """Return the features of the first `count` rows."""
@@ -61,11 +88,21 @@ class Features:
         """Let the other features be those of rows [first, last) of these."""
         other.total = None if self.total is None else self.total[first:last]
         other.slices = {index: piece[first:last] for index, piece in self.slices.items()}
+        other.unmultiplied = tuple(replace(one, rows=one.rows[first:last]) for one in self.unmultiplied)
 
     def own(self) -> Features:
         """Return a copy that holds no other rows' memory."""
         total = None if self.total is None else self.total.clone()
-        return Features(total, {index: piece.clone() for index, piece in self.slices.items()})
+        unmultiplied = tuple(replace(one, rows=one.rows.clone()) for one in self.unmultiplied)
+        return Features(
+            total, {index: piece.clone() for index, piece in self.slices.items()}, unmultiplied=unmultiplied
+        )
+
+    def settle(self) -> None:
+        """Multiply what waits for it, and add it to the sum."""
+        unmultiplied, self.unmultiplied = self.unmultiplied, ()
+        for one in unmultiplied:
+            self.add(one.product())
 
     def add(self, part: torch.Tensor) -> None:
         """Add rows [n, draft hidden] to the sum."""
@@ -80,12 +117,25 @@ class Features:
 
 
 def joined(features: Sequence[Features]) -> Features:
-    """Return the features of several sessions' rows, one session's behind the other's, all captured alike."""
+    """Return the features of several sessions' rows, one session's behind the other's, all captured alike. Rows that
+    are to be multiplied go on waiting where all can be multiplied at once."""
     if len(features) == 1:
         return features[0]
+    if not all(_joins(features[0], other) for other in features):
+        for one in features:
+            one.settle()
+    columns = [*zip(*(one.unmultiplied for one in features), strict=True)]
     totals = [one.total for one in features if one.total is not None]
     slices = {index: torch.cat([one.slices[index] for one in features]) for index in features[0].slices}
-    return Features(torch.cat(totals) if totals else None, slices)
+    unmultiplied = tuple(replace(column[0], rows=torch.cat([one.rows for one in column])) for column in columns)
+    waits = all(one.waits for one in features)
+    return Features(torch.cat(totals) if totals else None, slices, waits, unmultiplied)
+
+
+def _joins(one: Features, other: Features) -> bool:
+    """Return whether what is still to be multiplied of both can be multiplied together."""
+    alike = len(one.unmultiplied) == len(other.unmultiplied)
+    return alike and all(a.joins(b) for a, b in zip(one.unmultiplied, other.unmultiplied, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +157,11 @@ class Capture:
         batch_invariant_rows: as in `Rows`.
         """
         if self.fc is not None:
-            features.add(self.fc.matmul(torch.cat(captured, -1), None, batch_invariant_rows))
+            rows = UnmultipliedRows(torch.cat(captured, -1), self.fc, batch_invariant_rows)
+            if features.waits:
+                features.unmultiplied += (rows,)
+            else:
+                features.add(rows.product())
         else:
             features.slices |= dict(zip(self.indices.values(), captured, strict=True))
 

@@ -24,6 +24,7 @@ from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import OpenSession, StageIdentity
 from services.model.config import ModelConfig
+from services.model.draft_target import DraftAndTarget
 from services.model.drafts import DraftConfig
 from services.net.server import Registration
 from services.rpc.stage import StageServicer, StageSession
@@ -411,7 +412,7 @@ class StageDrafts:
         address = request.draft.address
         try:
             if address is None:
-                return await self._open_beside(request, loaded.stage, loaded.embedding)
+                return await self._open_beside(request, loaded)
             return await self._open_remote(request, address, loaded)
         except FlashsplitError as error:
             if isinstance(error, InvalidArgument) or error.reason == CAPTURE_MISMATCH:
@@ -429,13 +430,13 @@ class StageDrafts:
         role = self._resources.roles.get(Role.DRAFT)
         return role.loaded if isinstance(role, DraftRole) else None
 
-    async def _open_beside(self, request: OpenSession, stage: Stage, embedding: TargetEmbedding) -> LocalDraftLink:
-        loaded = self._loaded
+    async def _open_beside(self, request: OpenSession, target: LoadedStage) -> LocalDraftLink:
+        loaded, stage, embedding = self._loaded, target.stage, target.embedding
         if loaded is None:
             raise FailedPrecondition(
                 "no draft is loaded beside the last stage: load one, or name the draft's address", reason="NOT_LOADED"
             )
-        check_fit(loaded.draft.config, stage.config)
+        check_fit(loaded.draft.config, stage.config, DraftAndTarget(loaded.part.draft_path, target.part.model_path))
         check_captures(loaded.draft.config, stage)
         # One job: each would wait for the steps of other sessions.
         return await self._resources.thread.submit(self._link, request, loaded, stage, embedding)
@@ -493,7 +494,7 @@ class StageDrafts:
         description = (await self._resources.peers.description(address, DRAFT_ANSWER_S)).draft
         if description is None:
             raise FailedPrecondition(f"no draft is loaded at {address}", reason="NOT_LOADED")
-        check_fit(description, stage.config)
+        check_fit(description, stage.config, DraftAndTarget(address, loaded.part.model_path))
         check_captures(description, stage)
         projected = description.head_place is HeadPlace.PROJECTED
         head = DraftHead(stage.head.weight)
@@ -550,26 +551,20 @@ def capture_request(part: LoadTarget, target: ModelConfig) -> CaptureRequest | N
         return None
     checkpoint = open_checkpoint(part.capture.draft_path, "--draft")
     config, fc = drafter_of(checkpoint).read_fc(checkpoint)
-    check_fit(config, target)
-    if max(config.capture_layers) >= target.num_layers:
-        raise InvalidArgument(
-            f"the draft captures block {max(config.capture_layers)}, the target has "
-            f"{target.num_layers} blocks: name a draft made for this target",
-            field="--draft",
-        )
+    names = DraftAndTarget(part.capture.draft_path, part.model_path)
+    check_fit(config, target, names)
+    if (last := max(config.capture_layers)) >= target.num_layers:
+        raise names.refused(f"it captures block {last}, the target has {target.num_layers} blocks")
     summed = part.capture.transport is FeatureTransport.SUM
     return CaptureRequest(config.capture_layers, fc if summed else None)
 
 
-def check_fit(draft: DraftConfig | DraftDescription, target: ModelConfig) -> None:
+def check_fit(draft: DraftConfig | DraftDescription, target: ModelConfig, names: DraftAndTarget) -> None:
     """Check that the draft was made for a target of this shape; raises InvalidArgument where it was not."""
     for size in ("hidden_size", "vocab_size"):
         own, expected = getattr(draft, size), getattr(target, size)
         if own != expected:
-            raise InvalidArgument(
-                f"the draft's {size} is {own}, the target's {expected}: name a draft made for this target",
-                field="--draft",
-            )
+            raise names.refused(f"its {size} is {own}, the target's {expected}")
 
 
 def check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None:

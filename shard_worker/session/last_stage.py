@@ -321,6 +321,13 @@ class LastStageDeviceSession(DeviceSession):
 
     # --- steps
 
+    def _features(self) -> Features | None:
+        features = super()._features()
+        if features is not None and self.draft is not None:
+            # Blocks that are issued with a step need the sum with it.
+            features.waits = self.draft.takes_rows_later and not self.issues_blocks
+        return features
+
     def decide(self, step: ComputedStep) -> StepOutcome:
         """Decide what a step produces."""
         forward = step.forward

@@ -591,7 +591,7 @@ class DeviceSession(ABC):
         self._stage.reserve(state, len(forward.token_ids))
         self._progress.step = forward.step
         self._next.forget()
-        features, hidden = None if self._request.draft is None else Features(), None
+        features, hidden = self._features(), None
         if forward.activation is not None:
             hidden = over_wire(forward.activation)
             # They stay on the host until the step is launched, which may have been prelaunched on the device.
@@ -604,6 +604,10 @@ class DeviceSession(ABC):
                     features.slices[piece.capture_index] = tensor
         uncommitted = forward.kind is StepKind.VERIFY
         return StepInput(self._stage, state, forward.token_ids, features, uncommitted, hidden, behind)
+
+    def _features(self) -> Features | None:
+        """Return what a step's captured rows are added to, None where no draft wants any."""
+        return None if self._request.draft is None else Features()
 
     def commit(self, step: int, length: int) -> None:
         """Let the rows of a verify count up to `length` tokens, unless that has been done already."""

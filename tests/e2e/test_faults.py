@@ -98,7 +98,10 @@ def test_draft_of_another_target_is_refused(pairs: dict[str, Pair], tmp_path: Pa
 
     err = refusal("--model", pairs["qwen3"].target, "--draft", draft, "--prompt-ids", "1", "--target-devices", "cpu")
 
-    assert all(word in err for word in ("hidden_size", "96", "64", "made for this target")), err
+    assert all(
+        word in err
+        for word in ("draft draft", pairs["qwen3"].target.name, "hidden_size", "96", "64", "made for this target")
+    ), err
 
 
 @pytest.mark.parametrize(

@@ -338,8 +338,8 @@ def test_a_draft_for_another_target_is_refused(pairs: Pairs, tmp_path: Path) -> 
     with pytest.raises(Unimplemented, match=r"not a draft of a known kind \(architectures: \w+\); known kinds: dflash"):
         read_draft_size(pairs["qwen3"][0], target, None)
     narrow = read_model_size(checkpoints.write_qwen3(tmp_path / "narrow", hidden=32), None)
-    with pytest.raises(InvalidArgument, match="hidden_size is 64, the target's 32"):
+    with pytest.raises(InvalidArgument, match="another model than narrow: its hidden_size is 64, the target's 32"):
         read_draft_size(pairs["qwen3"][1], narrow, None)
     short = read_model_size(checkpoints.write_qwen3(tmp_path / "short", layers=2), None)
-    with pytest.raises(InvalidArgument, match="captures block"):
+    with pytest.raises(InvalidArgument, match="than short: it captures block"):
         read_draft_size(pairs["qwen3"][1], short, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shard_worker.model.features import Capture, Features, fc_columns
+from shard_worker.model.features import Capture, Features, fc_columns, joined
 from shard_worker.weights.weight import DenseWeight
 
 
@@ -46,3 +46,41 @@ def test_the_first_rows_of_sums_and_slices() -> None:
     assert torch.equal(kept.total, total[:3])
     assert torch.equal(kept.slices[2], piece[:3])
     assert Features().rows(3) == Features()
+
+
+def test_rows_that_wait_are_multiplied_once_for_all_of_them() -> None:
+    """Those of steps whose first rows count come to what each step's product is, and go on waiting until they are asked
+    for; what was multiplied elsewhere is in the sum."""
+    fc, totals, expected = DenseWeight(random(4, 6)), random(6, 4, seed=9), []
+    capture, steps = Capture({0: 0, 1: 1}, fc), []
+    for seed in range(3):
+        features = Features(totals[2 * seed : 2 * seed + 2], waits=True)
+        captured = [random(2, 3, seed=seed), random(2, 3, seed=seed + 5)]
+        capture.collect(captured, features)
+        expected.append((totals[2 * seed : 2 * seed + 2] + fc.matmul(torch.cat(captured, -1)))[: seed + 1][:2])
+        steps.append(features.rows(min(2, seed + 1)).own())
+
+    together = joined(steps)
+
+    assert together.waits is False
+    assert (together.count, len(together.unmultiplied)) == (5, 1)
+    assert torch.equal(together.total, torch.cat([totals[:1], totals[2:]]))
+    together.settle()
+    assert not together.unmultiplied
+    torch.testing.assert_close(together.total, torch.cat(expected), rtol=0, atol=1e-5)
+
+
+def test_rows_of_which_one_is_the_same_in_any_number_are_not_multiplied_with_others() -> None:
+    """Batch-invariant products of steps beside those of a prompt: each is what it is alone."""
+    fc, steps = DenseWeight(random(4, 3)), []
+    for seed, invariant_rows in enumerate((None, 2)):
+        features = Features(waits=True)
+        Capture({0: 0}, fc).collect([random(2, 3, seed=seed)], features, invariant_rows)
+        steps.append(features)
+
+    together = joined(steps)
+
+    assert not together.unmultiplied
+    for seed, invariant_rows in enumerate((None, 2)):
+        own = fc.matmul(random(2, 3, seed=seed), None, invariant_rows)
+        assert torch.equal(together.total[2 * seed : 2 * seed + 2], own)

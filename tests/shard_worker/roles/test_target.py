@@ -25,6 +25,7 @@ from shard_worker.roles.target import TargetRole
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
+from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, resources
 from tests.shard_worker.tiny import Run, Tiny, ids, ignore_progress, load_stage
 
@@ -63,6 +64,30 @@ def test_a_stage_describes_itself(chain: Chain, tiny: Tiny) -> None:
     assert described.feature_transport is FeatureTransport.SUM
     own = [name for name in checkpoint.headers if any(name.startswith(f"model.layers.{i}.") for i in range(3, 8))]
     assert described.weight_bytes == sum(map(checkpoint.size_bytes, [*own, "model.norm.weight", "lm_head.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("own", "form"), [(None, "zlab"), (None, "speculators"), (DFLASH2, "zlab"), (DSPARK, "zlab"), (DOMINO, "zlab")]
+)
+def test_a_draft_made_for_another_model_is_refused_with_both_names(
+    role: TargetRole, tmp_path: Path, own: dict[str, Any] | None, form: str
+) -> None:
+    """Whatever its layout, and by whatever it can be told."""
+    target = checkpoints.write_qwen3(tmp_path / "target", layers=4)
+    others = {
+        "hidden_size is 96, the target's 64": {"hidden": 96},
+        "vocab_size is 320, the target's 256": {"vocab": 320},
+        "captures block 6, the target has 4 blocks": {"layers": 8},
+    }
+    for number, (why, shape) in enumerate(others.items()):
+        other = checkpoints.write_qwen3(tmp_path / f"other-{number}", **shape)
+        draft = checkpoints.write_draft(tmp_path / f"its-draft-{number}", other, own=own, form=form)
+
+        with pytest.raises(InvalidArgument) as caught:
+            role.load(part(target, draft=draft), ignore_progress)
+
+        assert caught.value.message.startswith(f"draft its-draft-{number} was made for another model than target: ")
+        assert why in caught.value.message
 
 
 def test_a_load_that_fails_leaves_nothing_loaded(role: TargetRole, tiny: Tiny) -> None:

@@ -373,8 +373,8 @@ async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) 
             if place is HeadPlace.SHARED:
                 state = draft_of(client)
                 assert state is not None
-                # The features wait until a block is asked for.
-                held[-1] += state.size_bytes + 20 * 64 * 4
+                # What comes from the stage before and what was captured on this one wait until a block is asked for.
+                held[-1] += state.size_bytes + 20 * 2 * 64 * 4
             assert [role.session_bytes for role in chain.roles] == held
         passed = [timing.passed_bytes for timing in commit.timings]
         assert passed == [20 * (64 * 4 * 2 + 4), 0 if place is HeadPlace.SHARED else 20 * 64 * 4]
