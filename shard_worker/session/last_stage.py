@@ -324,8 +324,7 @@ class LastStageDeviceSession(DeviceSession):
     def _features(self) -> Features | None:
         features = super()._features()
         if features is not None and self.draft is not None:
-            # Blocks that are issued with a step need the sum with it.
-            features.waits = self.draft.takes_rows_later and not self.issues_blocks
+            features.waits = self.draft.takes_rows_later
         return features
 
     def decide(self, step: ComputedStep) -> StepOutcome:

@@ -19,6 +19,7 @@ from services.messages.sampling import SamplingParams
 from services.messages.steps import Commit, Forward, Proposal, StepKind
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.engine import DraftRequest
+from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.session import step_batches
@@ -355,6 +356,7 @@ class BlocksMadeAtOnce:
         self._last: Sequence[BlockMadeAtOnce | None] = ()
         self._completed: dict[int, tuple[int, ...]] = {}
         """The tokens of rows behind blocks, by the session's memory."""
+        monkeypatch.setattr(LocalDraftLink, "takes_rows_later", False)
         monkeypatch.setattr(LastStageDeviceSession, "issue_together", lambda _, *given: self.issue(*given))
         monkeypatch.setattr(LastStageDeviceSession, "complete_step", lambda _, inputs: self.complete(inputs))
 
