@@ -22,6 +22,9 @@ _PROGRAMS = ("ip", "nsenter", "unshare")
 _NETWORK, _PREFIX_BITS = "10.91.0", 24
 """Of the hosts' addresses; this process is the first host."""
 
+_OWN = "fs0"
+"""What a host, and this process, calls its end of the cable to the switch."""
+
 _SPACE_S = 5.0
 """How long a namespace may take until it is there."""
 
@@ -90,6 +93,10 @@ class Switch:
     def close(self) -> None:
         """Remove the switch and its hosts. Safe to call twice."""
         spaces, self._spaces = self._spaces, []
+        if spaces:
+            # The kernel would do so some time behind the namespaces' end, and another switch may come before. A switch
+            # that was never plugged in has none.
+            subprocess.run(["ip", "link", "del", "dev", _OWN], capture_output=True, check=False)
         for space in spaces:
             space.kill()
             space.communicate()
@@ -131,12 +138,12 @@ class Switch:
         switch = self._spaces[0]
         # Made in the switch, so that no name of it is taken elsewhere.
         self._inside(
-            switch, *("link", "add", "dev", port, "type", "veth"), *("peer", "name", "fs0", "netns", str(process_id))
+            switch, *("link", "add", "dev", port, "type", "veth"), *("peer", "name", _OWN, "netns", str(process_id))
         )
         self._inside(switch, "link", "set", "dev", port, "master", "switch", "up")
         own = ["nsenter", "--target", str(process_id), "--net", "--", "ip"]
-        _run([*own, "addr", "add", f"{_address(number)}/{_PREFIX_BITS}", "dev", "fs0"])
-        _run([*own, "link", "set", "dev", "fs0", "up"])
+        _run([*own, "addr", "add", f"{_address(number)}/{_PREFIX_BITS}", "dev", _OWN])
+        _run([*own, "link", "set", "dev", _OWN, "up"])
 
     @staticmethod
     def _inside(space: subprocess.Popen[bytes], *words: str) -> None:
