@@ -47,7 +47,7 @@ class Floor:
         targets = [worker.target for worker in cluster.workers if worker.target is not None]
         dtype = cluster.target.dtype
         embedding, head = _ends(model, cluster.target)
-        stages = [_weights_read(config, target, embedding, head) for target in targets]
+        stages = [cls.weights_read(config, target, embedding, head) for target in targets]
         speeds = []
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
@@ -56,13 +56,31 @@ class Floor:
         draft = cluster.draft
         return cls(
             speeds=tuple(speeds),
-            stage_bytes=tuple(stages),
-            host_bytes=tuple(_host_weights_read(config, target) for target in targets),
+            stage_bytes=tuple(device for device, _ in stages),
+            host_bytes=tuple(host for _, host in stages),
             token_bytes=token_bytes,
             state_bytes=state_bytes,
             draft_bytes=0 if draft is None else draft.weight_bytes + (head if draft.draft_vocab_size is None else 0),
             matrix_elements=round(_matrix_elements(config, LayerRange(0, config.num_layers))),
         )
+
+    @staticmethod
+    def weights_read(config: ModelConfig, target: TargetDescription, embedding: int, head: int) -> tuple[int, int]:
+        """Return the bytes of weights that a step of one row reads on a stage's devices, and in the host's memory
+        beside them: of an embedding that is not the head too only single rows, and of experts those that the row goes
+        through.
+
+        embedding, head: their bytes, which are one matrix where the head is tied.
+        """
+        first, last = target.layers.first == 0, target.layers.last == target.num_layers
+        shared = first and last and config.tied_head
+        layers = target.weight_bytes - (embedding if first else 0) - (head if last and not shared else 0)
+        experts, in_host = config.experts, 0
+        if experts is not None and target.host_weight_bytes:
+            in_host = experts_in_host(experts.count, target.host_experts)
+        read, held = (_matrix_elements(config, target.layers, read=read, in_host=in_host) for read in (True, False))
+        beside = 0 if experts is None else round(target.host_weight_bytes * experts.chosen / experts.count)
+        return round(layers * read / held) + (head if last else 0), beside
 
     def ms(self, kind: str, context: int) -> float:
         """Return the milliseconds of a kind of step behind so many tokens, whatever its number of rows."""
@@ -96,27 +114,6 @@ def _matrix_elements(config: ModelConfig, layers: LayerRange, *, read: bool = Tr
     shapes = [one for layer in range(layers.first, layers.last) for one in layer_shapes(config, layer).items()]
     matrices = [(name, math.prod(shape)) for name, shape in shapes if len(shape) == 2 and not is_in_host(name, in_host)]
     return sum(elements * (read_share(config, name) if read else 1) for name, elements in matrices)
-
-
-def _weights_read(config: ModelConfig, target: TargetDescription, embedding: int, head: int) -> int:
-    """Return the bytes of weights that a step of one row reads: of an embedding that is not the head too only single
-    rows, and of experts those that the row goes through.
-
-    embedding, head: their bytes, which are one matrix where the head is tied.
-    """
-    first, last = target.layers.first == 0, target.layers.last == target.num_layers
-    shared = first and last and config.tied_head
-    layers = target.weight_bytes - (embedding if first else 0) - (head if last and not shared else 0)
-    experts = config.experts
-    in_host = experts_in_host(experts.count, target.host_experts) if experts and target.host_weight_bytes else 0
-    read, held = (_matrix_elements(config, target.layers, read=read, in_host=in_host) for read in (True, False))
-    return round(layers * read / held) + (head if last else 0)
-
-
-def _host_weights_read(config: ModelConfig, target: TargetDescription) -> int:
-    """Return the bytes of experts in the host's memory beside a GPU that a step of one row reads."""
-    experts = config.experts
-    return 0 if experts is None else round(target.host_weight_bytes * experts.chosen / experts.count)
 
 
 def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:

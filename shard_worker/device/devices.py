@@ -67,6 +67,10 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
 
+HOST = Device("cpu", torch.device("cpu"))
+"""Where experts are that a GPU leaves to its host."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTarget:
     """What flashsplit's kernels need to know of a GPU: whether they can run there, and what their tiles must fit into.

@@ -24,7 +24,7 @@ from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_shapes
 from services.model.stored_experts import ROUTERS, is_in_host
-from shard_worker.device.devices import Device, describe
+from shard_worker.device.devices import HOST, Device, describe
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
 from shard_worker.model.layer_weights import LayerTensors
@@ -34,8 +34,6 @@ from shard_worker.ops.rope import Rotation
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.segment import Segment
 from shard_worker.weights.weight import DenseWeight, Weight
-
-HOST = Device("cpu", torch.device("cpu"))
 
 READ_S, LAYER_S, MATMUL_S = 0.4, 0.3, 0.1
 """Seconds for which each figure is measured: LAYER_S once for each kind of layer and number of layers."""

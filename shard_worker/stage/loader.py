@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from services.errors import InvalidArgument
+from services.errors import FailedPrecondition, InvalidArgument
 from services.freed_memory import return_freed_memory
 from services.layers import LayerRange
 from services.model.config import ModelConfig
@@ -26,8 +26,9 @@ from services.model.target_tensors import (
     loaded_bytes,
     loaded_dtype,
 )
+from services.sizes import format_size
 from shard_worker.cache.page_pool import PagePool
-from shard_worker.device.devices import Device, check_room
+from shard_worker.device.devices import HOST, Device, check_room, free_bytes
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
@@ -51,8 +52,6 @@ Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
 
 T = TypeVar("T")
-
-HOST = torch.device("cpu")
 
 _RETURNED_EVERY = 1 << 28
 """Each time so many bytes of the checkpoint are loaded, memory that was freed on the way goes back to the system."""
@@ -182,14 +181,15 @@ class StageLoader:
         run as CUDA graphs. pools: where each device's pages come from, None for pools without a bound. held: what is
         taken where it is on the right device, and not loaded again.
 
-        Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for, and for
-        one whose limit has no room for its weights.
+        Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for, for one
+        whose limit has no room for its weights, and for a host that has none for experts beside its GPUs.
         """
         if self._kv_dtype is not None:
             for device in devices:
                 check_float8(device, kernels=can_run(device, head_sizes(self.config)))
         for device, needed in self._bytes_of(devices, held).items():
             check_room(device, needed, f"the weights of layers {self._layers}")
+        self._check_host(devices, held)
         reader = _Reader(self._checkpoint, self._dtype_of, self.total_bytes, on_progress)
 
         def load_layer(device: torch.device, in_host: int, layer: int) -> tuple[DecoderWeights, LayerBytes]:
@@ -201,7 +201,7 @@ class StageLoader:
             sizes = {False: 0, True: 0}
 
             def place(short: str) -> torch.device:
-                return HOST if is_in_host(short, in_host) else device
+                return HOST.torch_device if is_in_host(short, in_host) else device
 
             def matrix(short: str) -> Weight:
                 weight = reader.matrix(names[short], place(short), in_host=is_in_host(short, in_host))
@@ -356,6 +356,25 @@ class StageLoader:
             shared = self.is_first and self.config.tied_head and devices[0] == devices[-1]
             found[devices[-1]] += size(devices[-1], self._tensors.norm, *([] if shared else [self._tensors.head]))
         return found
+
+    def _check_host(self, devices: Sequence[Device], held: HeldWeights) -> None:
+        """Check that the host has room for the experts that its GPUs leave to it, as `load` says."""
+        dtype, needed = dtype_to_name(self.dtype), 0
+        for layers, device in _spread(self._layers, devices, self.config.last_cut):
+            in_host = self._experts_in_host(device)
+            for layer in range(layers.first, layers.last) if in_host else ():
+                if (layer, device.torch_device) not in held.layers:
+                    names = (name for name in self._layer_names[layer].values() if is_in_host(name, in_host))
+                    needed += sum(cpu_bytes(name, self._checkpoint.headers[name], dtype) for name in names)
+        free = free_bytes(HOST)[0] if needed else 0
+        if needed > free:
+            raise FailedPrecondition(
+                f"--expert-devices leaves {format_size(needed)} of experts of layers {self._layers} to the host, which "
+                f"has {format_size(free)} free: give the host a smaller share or this stage fewer layers, or pack "
+                "matrices with --quantize",
+                reason="DOES_NOT_FIT",
+                field="--expert-devices",
+            )
 
     def _experts_in_host(self, device: Device) -> int:
         """Return how many experts of each layer on a device are in the host's memory beside it."""

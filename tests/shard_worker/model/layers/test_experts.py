@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.errors import InvalidArgument
+from services.errors import FailedPrecondition, InvalidArgument
 from services.model.families import read_model_config
 from services.model.layers.experts import tensor_shapes
 from services.model.quantization import Quantization, QuantizedTo
@@ -151,6 +151,14 @@ def test_a_dense_model_has_no_experts_for_the_host(tiny: Tiny) -> None:
     """The worker refuses it too, and says what would be accepted."""
     with pytest.raises(InvalidArgument, match=r"--expert-devices would have 0.5 .* this qwen3 has none: leave it out"):
         load_stage(tiny.path("qwen3"), host_experts=0.5)
+
+
+def test_a_host_without_room_for_experts_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, with what would help; on a CPU nobody asks for it."""
+    monkeypatch.setattr("shard_worker.stage.loader.free_bytes", lambda _: (1000, 1 << 40))
+    with pytest.raises(FailedPrecondition, match=r"leaves .* to the host, which has 1000 B free: give the host a s"):
+        load_stage(tiny.path("qwen3_moe"), devices=[AS_GPU], host_experts=0.5)
+    load_stage(tiny.path("qwen3_moe"), host_experts=0.5)
 
 
 def test_on_a_cpu_all_experts_are_in_the_hosts_memory_anyway(tiny: Tiny) -> None:
