@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 SMOOTHING = 0.2
@@ -194,7 +194,17 @@ class BatchCosts:
             return [tokens / prices.seconds[length] for tokens, length in zip(expected, lengths, strict=True)]
         return [tokens - prices.rate * prices.more[length] for tokens, length in zip(expected, lengths, strict=True)]
 
-    def _prices_of(self, lengths: Sequence[int]) -> _Prices | None:
+    def least_tokens(self, draft_tokens: int, plan: Sequence[int]) -> float | None:
+        """Return how many tokens a step with so many draft tokens must produce to be worth as much as a plain one, None
+        where nothing tells what they cost. plan: all numbers of draft tokens that an answer's steps may have."""
+        prices = self._prices_of({*plan, draft_tokens})
+        if prices is None:
+            return None
+        if not self.shared:
+            return prices.seconds[draft_tokens] / prices.seconds[0]
+        return 1 + prices.rate * prices.more[draft_tokens]
+
+    def _prices_of(self, lengths: Collection[int]) -> _Prices | None:
         """Return what draft tokens cost now; None where it was not measured yet with draft tokens and without."""
         known = {place[1] < 0 for place in self._measured}
         if len(known) < 2:

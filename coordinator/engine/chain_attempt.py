@@ -265,6 +265,9 @@ class ChainAttempt:
         if self._following:
             # Steps that follow by themselves verify nothing that was looked up.
             looked_up = ()
+        elif state.speculation.rests:
+            # It was proposed before the last step told that it is not worth its cost.
+            draft_tokens = ()
         draft_tokens = looked_up or draft_tokens
         kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
         rows = (state.token_ids[-1], *draft_tokens)
@@ -272,7 +275,7 @@ class ChainAttempt:
         if not self._following:
             if self._prefix is not None and self._prefix.checkpoint_due(self._length):
                 await self._keep(session, self._length)
-            propose = self._proposing = self._proposal_length()
+            propose = self._proposing = self._proposal_length(verifying=bool(draft_tokens) and not looked_up)
             sent_ns = time.monotonic_ns()
             more = 0 if looked_up else self._more(len(draft_tokens), propose)
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
@@ -344,10 +347,11 @@ class ChainAttempt:
         if self._prefix is not None and (save := await self._prefix.save(tuple(self._sequence[:length]))) is not None:
             await session.save_snapshot(save)
 
-    def _proposal_length(self) -> int:
-        """Return how many draft tokens to ask for; none beyond the context that the draft was made for."""
+    def _proposal_length(self, *, verifying: bool = False) -> int:
+        """Return how many draft tokens to ask for; none beyond the context that the draft was made for. verifying: with
+        a step that verifies some of the draft model's."""
         state = self._state
-        count = state.speculation.draft_tokens()
+        count = state.speculation.draft_tokens(verifying=verifying)
         if count and len(self._request.prompt_ids) + len(state.token_ids) + count >= self._draft_reach:
             state.speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
             return 0

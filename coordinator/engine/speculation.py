@@ -1,23 +1,38 @@
-"""Decides how many draft tokens the next step verifies, and whose: as many as pay, or none.
+"""Chooses, for each step of a request, what its draft tokens are and how many it verifies: the draft model's, what is
+looked up in the text, or none.
 
-Measures for one request how often each draft token of a block is accepted, and chooses the length with which all
-requests together get the most tokens a second, as `batch_costs` has measured it. Blocks are the draft model's or, where
-they promise more, those of `prompt_lookup`. It never changes which tokens come out, only when they do.
+The choices are the arms of a bandit whose rewards are tokens a second. How likely each place of a block is accepted is
+measured for the request (`acceptance`), and for matches of each length (`prompt_lookup`); what rows cost is measured
+over all requests (`batch_costs`). The arm that promises most is taken. What is looked up is compared with every token
+that comes, so that only the draft model must be tried to be known. It is tried as a conservative bandit tries (Wu,
+Shariff, Lattimore and Szepesvari, "Conservative Bandits", 2016): plain decode is the arm that may always be taken, and
+while it promises most, another one is tried when the tokens that all of them have lost so far, and one more may lose,
+are few and a small share of what the answer has. So an answer never loses more by its draft than these, however poor
+it is; what a draft wins pays for what it loses, so that bad luck does not end a good one.
+
+Nothing is drawn by chance: the same measurements give the same choices. They never change which tokens come out, only
+when they do.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of, observe_accepted
+from coordinator.engine.acceptance import Acceptance
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of
 
-SMOOTHING = 0.2
-"""Weight of the newest step in how often draft tokens are accepted."""
-
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 2
 """Verify steps before the first choice."""
+
+GUESSED_BLOCKS = 3.0
+"""As how many of its own blocks how others began counts for an answer that is decoded alone: where drafts are good for
+most, two bad blocks are no reason to rest."""
+
+BEGINNING_STEPS = 4
+"""Verify steps of an answer that tell how answers begin."""
 
 SURE_TOKENS_PER_STEP = 4.0
 """With so many tokens a verify step, speculation pays in any case: a verify never costs that many plain steps."""
@@ -29,13 +44,20 @@ TRIED_TOKENS_PER_STEP = 2.0
 """So many tokens a verify step are worth a try, as long as it is not known what they cost."""
 
 PLAIN_PROBES, VERIFY_PROBES = 2, 4
-"""How many steps measure plain decode, and how many verify steps end a pause."""
+"""How many steps measure plain decode, and how many blocks a try has before it is chosen anew."""
 
-FIRST_REST_STEPS, LONGEST_REST_STEPS = 16, 256
-"""How many plain steps a pause of speculation has; each is twice as long as the one before."""
+TRIED_SHARE = 0.015
+"""The share of an answer's tokens that may be lost by drafting while plain decode promises more."""
+
+TRIED_TOKENS, CREDIT_TOKENS = 3.0, 12.0
+"""How many tokens more than that share may be lost, and how many of those that drafting won count for later losses: a
+few bad blocks are no reason to rest behind many good ones."""
+
+SHORTEST_REST_STEPS = 16
+"""Plain steps between two tries, however much was won before."""
 
 RESTS_AMONG_OTHERS = 4
-"""How many times longer a pause is while other answers are decoded."""
+"""How many times smaller that share is while other answers are decoded."""
 
 HYSTERESIS = 1.05
 """How much faster another length must be to be chosen."""
@@ -63,17 +85,22 @@ class Speculation:
     notes: list[str] = field(default_factory=list)
     _drafted_steps: int = 0
     """Verify steps with the draft model's tokens."""
-    _survival: list[float] = field(default_factory=list)
-    _is_guessed: bool = False
-    """Whether that began as a guess by other answers, which the first own steps weigh more than."""
+    _acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     _current: int = 0
-    _next_rest: int = FIRST_REST_STEPS
+    _produced: int = 0
+    """Tokens of all steps."""
+    _lost: float = 0.0
+    """How many more of them plain steps would have come to in the time of those that verified the draft model's
+    tokens."""
+    _tries: int = 0
+    """Blocks of the try that goes on."""
     _planned: deque[int] = field(default_factory=deque)
-    """Lengths of the next steps that are decided already: measurements, and what is left of a pause."""
+    """Lengths of the next steps that are decided already: measurements, what is left of a pause, and the try that ends
+    it with the plain step in which it is judged."""
 
     def __post_init__(self) -> None:
         self._current = self.block_size - 1
-        self._survival = [1.0] * self._current
+        self._acceptance = Acceptance(self._current)
         self.costs.join(id(self))
 
     @property
@@ -95,12 +122,25 @@ class Speculation:
         """How many tokens the next step produces on average with the draft model's tokens, or without any."""
         return self._expected(self.draft_tokens())
 
-    def draft_tokens(self) -> int:
-        """Return how many draft tokens the next step should verify."""
+    @property
+    def rests(self) -> bool:
+        """Whether the next step is to be plain, whatever the draft model proposed for it."""
+        return bool(self._planned) and not self._planned[0]
+
+    def draft_tokens(self, *, verifying: bool = False) -> int:
+        """Return how many draft tokens the next step should verify. verifying: the one after it is meant, which the
+        draft is asked for with a step that verifies some."""
         if not self.steps:
             self._guess()
-        count, limit = self._planned[0] if self._planned else self._current, self.costs.limit
+        place = int(verifying and self.is_trying)
+        count = self._planned[place] if len(self._planned) > place else self._current
+        limit = self.costs.limit
         return count if limit is None else min(count, limit)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the next step is one that tries the draft at the end of a pause."""
+        return bool(self._planned) and self._planned[0] > 0
 
     def looked_up_tokens(self, survival: Sequence[float]) -> int:
         """Return how many draft tokens that were looked up the next step should verify in place of the draft model's; 0
@@ -152,6 +192,7 @@ class Speculation:
         where that is not known. looked_up: whether they were looked up in the text, and are not the draft model's.
         """
         self.steps += 1
+        self._produced += accepted + 1
         if draft_tokens:
             self.verify_steps += 1
             self.offered += draft_tokens
@@ -161,24 +202,58 @@ class Speculation:
             self.looked_up += draft_tokens
             self.costs.observe(id(self), draft_tokens, seconds, batch)
             return
+        self.costs.observe(id(self), draft_tokens, seconds, batch)
         if draft_tokens:
             self._drafted_steps += 1
-            self.costs.observe_acceptance(draft_tokens, accepted, begins=self._drafted_steps <= WARM_UP_STEPS)
-            weight = max(SMOOTHING, 1 / (self._drafted_steps + 1)) if self._is_guessed else SMOOTHING
-            observe_accepted(self._survival, draft_tokens, accepted, weight)
-        self.costs.observe(id(self), draft_tokens, seconds, batch)
+            self.costs.observe_acceptance(draft_tokens, accepted, begins=self._drafted_steps <= BEGINNING_STEPS)
+            self._acceptance.observe(draft_tokens, accepted)
+            self._count_loss(draft_tokens, accepted + 1)
         # Proposals are asked for one step ahead, so a step that was decided before the plan does not count for it.
         if self._planned and bool(self._planned[0]) == bool(draft_tokens):
             self._planned.popleft()
+            if draft_tokens:
+                self._judge_try(draft_tokens)
         self._choose()
 
+    def _count_loss(self, draft_tokens: int, produced: int) -> None:
+        """Count what a step with the draft model's tokens lost, or how much of that it won back."""
+        least = self.costs.least_tokens(draft_tokens, self._lengths)
+        if least is None:
+            # Until plain steps are measured, a row is taken to cost a tenth of a step.
+            least = 1 + draft_tokens / 10
+        credit = 0.0 if self.costs.shared else CREDIT_TOKENS
+        self._lost = max(-credit, self._lost + least - produced)
+
+    @property
+    def _left_to_lose(self) -> float:
+        """How many tokens may be lost by drafting from now on, though plain decode promises more."""
+        if self.costs.shared:
+            return TRIED_SHARE / RESTS_AMONG_OTHERS * self._produced - self._lost
+        return TRIED_TOKENS + TRIED_SHARE * self._produced - self._lost
+
+    def _risk(self, draft_tokens: int) -> float:
+        """Return how many tokens a step with so many draft tokens loses at most."""
+        least = self.costs.least_tokens(draft_tokens, self._lengths)
+        return draft_tokens if least is None else max(0.0, least - 1)
+
+    def _judge_try(self, draft_tokens: int) -> None:
+        """Go on to try the draft while there is something left to lose by it, and rest again where there is not."""
+        if self._risk(draft_tokens) > self._left_to_lose:
+            self._rest()
+            return
+        self._tries += 1
+        self._planned.clear()
+        if self._tries < VERIFY_PROBES:
+            self._planned.extend([draft_tokens, 0])
+
     def _guess(self) -> None:
-        """Choose before the first step, where others are decoded too: a block that is too long is everybody's then. How
-        the drafts of others began is the best guess."""
-        if self.costs.shared and self.costs.knows_survival and self.block_size > 1:
-            self._is_guessed = True
-            self._survival = [*self.costs.beginning, *self._survival[len(self.costs.beginning) :]]
-            self._choose()
+        """Take how the drafts of others began for what this one's does. Where they are decoded too, choose before the
+        first step: a block that is too long is everybody's then."""
+        if self.block_size == 1 or not self.costs.knows_survival:
+            return
+        blocks = 1.0 if self.costs.shared else GUESSED_BLOCKS
+        self._acceptance = Acceptance(self.block_size - 1, self.costs.beginning, blocks)
+        self._choose()
 
     def _choose(self) -> None:
         if self.block_size == 1 or self._planned or not self._is_warm:
@@ -187,30 +262,40 @@ class Speculation:
         lengths = self._lengths
         values = self.costs.values([self._expected(length) for length in lengths], lengths)
         if values is None:
-            if self._expected(longest) < SURE_TOKENS_PER_STEP and not self.costs.shared:
+            tokens = max(self._expected(longest), self.acceptance_length or 0.0)
+            if tokens < SURE_TOKENS_PER_STEP and not self.costs.shared:
                 self._planned.extend([0] * PLAIN_PROBES)
             return
         worth = dict(zip(lengths, values, strict=True))
         best = max(lengths, key=worth.__getitem__)
         if not self.costs.shared and worth[best] <= worth[self._current] * HYSTERESIS:
             best = self._current
+        if not self.costs.shared and worth[best] <= worth[0] * HYSTERESIS:
+            best = 0
         if best == 0:
-            # The text may become easier to predict: try again after a pause, which is longer each time.
-            # Among others a step of its own kind takes time of all: it is tried less often, and with few rows.
-            rest = self._next_rest * (RESTS_AMONG_OTHERS if self.costs.shared else 1)
-            probe = self._lengths[len(self._lengths) // 2] if self.costs.shared else longest
-            self._planned.extend([0] * rest + [probe] * VERIFY_PROBES)
-            self._note(f"plain decode for {self._next_rest} steps: drafting cost more than it won")
-            self._next_rest = min(2 * self._next_rest, LONGEST_REST_STEPS)
-            return
+            best = max((length for length in lengths if length), key=worth.__getitem__)
+            if self.costs.shared or self._risk(best) > self._left_to_lose:
+                self._rest()
+                return
         if best < self._current:
             self._note(f"shorter blocks: {best + 1} rows instead of {self._current + 1}")
         self._current = best
 
+    def _rest(self) -> None:
+        """Decode plainly until the draft may be tried again: the text may become easier to predict."""
+        probe = self._lengths[len(self._lengths) // 2]
+        share = TRIED_SHARE / (RESTS_AMONG_OTHERS if self.costs.shared else 1)
+        steps = max(SHORTEST_REST_STEPS, math.ceil((self._risk(probe) - self._left_to_lose) / share))
+        self._tries = 0
+        self._planned.clear()
+        self._planned.extend([*[0] * steps, probe, 0])
+        self._note("plain decode, but for a block now and then: drafting cost more than it won")
+
     @property
     def _is_warm(self) -> bool:
         """Whether it is known how often draft tokens are accepted."""
-        return self._drafted_steps >= WARM_UP_STEPS or (self.costs.shared and self.costs.knows_survival)
+        known = self.costs.knows_survival and (self.costs.shared or self._drafted_steps > 0)
+        return known or self._drafted_steps >= WARM_UP_STEPS
 
     @property
     def _lengths(self) -> list[int]:
@@ -219,7 +304,7 @@ class Speculation:
 
     def _expected(self, draft_tokens: int) -> float:
         """Return how many tokens a step with so many draft tokens produces on average."""
-        return expected_tokens(self._survival, draft_tokens)
+        return expected_tokens(self._acceptance.shares, draft_tokens)
 
     def _note(self, note: str) -> None:
         if not self.notes or self.notes[-1] != note:

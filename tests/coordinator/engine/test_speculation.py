@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from coordinator.engine.batch_costs import BatchCosts, lengths_of
 from coordinator.engine.speculation import Speculation
+
+STEP_MS = {0: 7.0, 1: 12.3, 3: 12.7, 7: 14.7, 15: 17.4}
+"""What steps of the demo pair take with so many draft tokens, on one thread of a CPU in float32."""
 
 
 def drive(speculation: Speculation, steps: int, accept: float, plain_s: float, verify_s: float) -> list[int]:
@@ -28,7 +34,7 @@ def test_good_draft_keeps_whole_blocks() -> None:
 
 
 def test_useless_draft_is_rested_and_tried_again() -> None:
-    """A draft that is never right costs a few steps, then plain decode goes on with longer and longer rests."""
+    """A draft that is never right costs a few steps, then plain decode goes on but for a block now and then."""
     speculation = Speculation(16)
 
     lengths = drive(speculation, 400, accept=0.0, plain_s=1.0, verify_s=2.0)
@@ -98,3 +104,68 @@ def test_switching_off_is_final(steps: int) -> None:
 def test_without_a_draft_every_step_is_plain() -> None:
     """Block size 1 never draft tokens."""
     assert drive(Speculation(1), 20, accept=0.0, plain_s=1.0, verify_s=1.0) == [0] * 20
+
+
+def decode(speculation: Speculation, tokens: int, chance: float, seed: int) -> tuple[list[int], float]:
+    """Take steps until there are so many tokens, of which a draft token is right by chance behind those before it.
+
+    Returns how many draft tokens each step verified, and the milliseconds of so many tokens.
+    """
+    numbers, lengths, produced, elapsed = random.Random(seed), list[int](), 0, 0.0
+    while produced < tokens:
+        length, accepted = speculation.draft_tokens(), 0
+        while accepted < length and numbers.random() < chance:
+            accepted += 1
+        speculation.observe(length, accepted, STEP_MS[length] / 1e3)
+        lengths.append(length)
+        produced, elapsed = produced + accepted + 1, elapsed + STEP_MS[length]
+    speculation.leave()
+    return lengths, elapsed * tokens / produced
+
+
+def best_fixed_ms(tokens: int, chance: float) -> float:
+    """The least time in which one length for all steps comes to so many tokens, on average."""
+    return min(
+        tokens * STEP_MS[length] / sum(chance**place for place in range(length + 1)) for length in lengths_of(16)
+    )
+
+
+@pytest.mark.parametrize("tokens", [200, 400, 600, 1200])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_draft_that_is_never_right_costs_little(tokens: int, shared: bool) -> None:
+    """From 200 tokens on at most 3 of 100, whether other answers came before or not, of which no answer takes more than
+    its first blocks and a share of its tokens."""
+    costs = BatchCosts()
+    for answer in range(6):
+        speculation = Speculation(16, costs if shared else BatchCosts())
+        lengths, elapsed = decode(speculation, tokens, 0.0, answer)
+        assert tokens * STEP_MS[0] / elapsed > 0.97
+        assert any(lengths)
+
+
+@pytest.mark.parametrize(
+    ("chance", "least"),
+    [(0.1, 0.97), (0.3, 0.97), (0.5, 0.95), (0.6, 0.9), (0.7, 0.93), (0.8, 0.92), (0.9, 0.9), (0.95, 0.92)],
+)
+def test_little_is_lost_to_the_best_length(chance: float, least: float) -> None:
+    """Over answers that know nothing of each other, beside what one length would do that is known to be the best."""
+    elapsed = sum(decode(Speculation(16), 600, chance, seed)[1] for seed in range(30))
+    assert 30 * best_fixed_ms(600, chance) / elapsed > least
+
+
+def test_the_same_measurements_give_the_same_choices() -> None:
+    """Nothing is drawn by chance."""
+    assert decode(Speculation(16), 600, 0.6, 1) == decode(Speculation(16), 600, 0.6, 1)
+
+
+def test_what_was_proposed_is_left_out_where_it_is_not_worth_its_cost() -> None:
+    """A block that was asked for with the last step is not verified once the choice is to rest, and a block that is
+    tried asks for no other before it is judged."""
+    speculation = Speculation(16)
+    drive(speculation, 2, accept=0.0, plain_s=7.0, verify_s=17.4)
+    assert speculation.rests
+
+    while speculation.rests:
+        drive(speculation, 1, accept=0.0, plain_s=7.0, verify_s=17.4)
+    assert speculation.is_trying
+    assert (speculation.draft_tokens(), speculation.draft_tokens(verifying=True)) == (3, 0)

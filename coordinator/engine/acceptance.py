@@ -1,0 +1,47 @@
+"""How likely each draft token of a block is accepted behind those before it, as one request has shown it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FORGETTING = 0.9
+"""By how much what was seen before counts less with each block that tells of a place: texts become easier and harder.
+Seven blocks then weigh as much as all before them."""
+
+FIRST_SHARE = 0.4
+"""How often draft tokens are taken to be accepted before any was verified, in this answer or in others."""
+
+
+class Acceptance:
+    """Discounted counts by place, each place's guess being that of the place before it.
+
+    A place that was hardly ever reached is so taken to be as good as the one before it, and not as the best there could
+    be. share_k = (guess_k * share_(k-1) + accepted_k) / (guess_k + reached_k), where the guess weighs `blocks` at
+    first, and all three shrink by FORGETTING with each block that reaches the place (discounted averages as of Garivier
+    and Moulines, "On Upper-Confidence Bound Policies for Switching Bandit Problems", 2011).
+    """
+
+    def __init__(self, places: int, first: Sequence[float] = (), blocks: float = 1.0) -> None:
+        """places: draft tokens of the longest block. first: what is known of places before any block was verified, from
+        the first one on. blocks: as how many blocks that counts."""
+        self._first = [*first[:places], *[None] * (places - len(first))]
+        self._accepted = [0.0] * places
+        self._reached = [0.0] * places
+        self._guess = [blocks] * places
+
+    def observe(self, draft_tokens: int, accepted: int) -> None:
+        """Add a block of so many draft tokens, the first `accepted` of which were accepted."""
+        for place in range(min(draft_tokens, accepted + 1)):
+            self._accepted[place] = FORGETTING * self._accepted[place] + (place < accepted)
+            self._reached[place] = FORGETTING * self._reached[place] + 1
+            self._guess[place] *= FORGETTING
+
+    @property
+    def shares(self) -> list[float]:
+        """Of the blocks that reach each place, those whose draft token there is accepted, in all likelihood."""
+        shares, before = [], FIRST_SHARE
+        counts = zip(self._first, self._guess, self._accepted, self._reached, strict=True)
+        for first, guess, accepted, reached in counts:
+            before = (guess * (before if first is None else first) + accepted) / (guess + reached)
+            shares.append(before)
+        return shares
