@@ -299,7 +299,7 @@ class ChainAttempt:
         drafted_ns = state.times.draft_ns - drafted_ns
         batch = batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None
         state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch, looked_up=bool(looked_up))
-        self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns)
+        self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns, looked_up=bool(looked_up))
 
     async def _hold(self, session: StageSession, events: AsyncIterator[Event]) -> None:
         """End the attempt for a pause, with the state kept from which the next one goes on; what scores a prompt cannot
@@ -429,8 +429,10 @@ class ChainAttempt:
         stages: tuple[StageShare, ...],
         elapsed_ns: int = 0,
         draft_ns: int = 0,
+        *,
+        looked_up: bool = False,
     ) -> None:
         """Pass an answered step to who listens; the arguments are the fields of `StepTaken`."""
         kept = rows if kind is StepKind.PREFILL else len(commit.token_ids)
         name, sent = self._request.request_id, sent_bytes(commit, rows)
-        self._on_step(StepTaken(name, kind, rows, kept, elapsed_ns, draft_ns, stages, sent))
+        self._on_step(StepTaken(name, kind, rows, kept, elapsed_ns, draft_ns, stages, sent, looked_up))

@@ -26,6 +26,7 @@ class StepTaken:
     kind: PREFILL for every step up to the first token. rows: how many were sent. kept: how many of them count.
     elapsed_ns: the step's time with the draft's next proposal, which took draft_ns of it. sent_bytes: what went down
     the chain on each edge from the coordinator's on; the last edge leads to a draft with a worker of its own.
+    looked_up: the draft tokens were looked up in the text, and are not a draft model's.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class StepTaken:
     draft_ns: int
     stages: tuple[StageShare, ...]
     sent_bytes: tuple[int, ...]
+    looked_up: bool = False
 
 
 def split_time(commit: Commit, elapsed_ns: int) -> tuple[StageShare, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from coordinator.engine.engine import Engine, FinishedRequest
+from coordinator.engine.prompt_lookup import BLOCK_ROWS
 from coordinator.engine.step_times import StepTaken
 from coordinator.status.rolling import Rolling
 from services.messages.steps import StepKind
@@ -59,7 +60,8 @@ class Figures:
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         draft = engine.cluster.draft
-        self.rolling = Rolling(len(engine.cluster.workers), 1 if draft is None else draft.block_size, clock)
+        rows = max(1 if draft is None else draft.block_size, BLOCK_ROWS if engine.prompt_lookup else 1)
+        self.rolling = Rolling(len(engine.cluster.workers), rows, clock)
         self.totals = Totals()
         self._clock, self._began = clock, clock()
         self._feeds: list[deque[WatchedStep]] = []

@@ -35,6 +35,11 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "accepted_tokens": ("Draft tokens that were accepted.", ()),
     "lookup_tokens": ("Of the draft tokens verified, those looked up in the text.", ()),
     "accepted_lookup_tokens": ("Of the draft tokens accepted, those looked up in the text.", ()),
+    "draft_tokens_by_place": (
+        "Draft tokens that were verified, by the kind of draft (model, ngram) and their place in the block.",
+        ("draft", "place"),
+    ),
+    "accepted_tokens_by_place": ("Of those, the accepted ones.", ("draft", "place")),
     "answers_without_draft": ("Answers that were plain, all or in part: the draft was lost.", ()),
     "answers_resumed": ("Times that answers went on behind lost workers, or behind having been set aside.", ()),
     "decode_steps": ("Steps through all stages after the first token.", ()),
@@ -152,6 +157,11 @@ class Metrics:
     def _step(self, step: StepTaken) -> None:
         if step.kind is not StepKind.PREFILL and step.kept:
             self._observe("inter_token_latency_seconds", step.elapsed_ns / 1e9 / step.kept, step.kept)
+        if step.kind is StepKind.VERIFY:
+            draft = "ngram" if step.looked_up else "model"
+            for place in range(1, step.rows):
+                self._add("draft_tokens_by_place", 1, draft, str(place))
+                self._add("accepted_tokens_by_place", int(place < step.kept), draft, str(place))
 
     def observe(self, finished: FinishedRequest) -> None:
         """Count one request."""

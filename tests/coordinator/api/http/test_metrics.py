@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.api.http.metrics import Metrics
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
+from coordinator.status.figures import Figures
 from coordinator.status.worker_poll import PolledWorker
 from services.errors import InvalidArgument
 from tests.coordinator.api.http.conftest import Client, Connect
@@ -102,6 +103,32 @@ async def test_every_gap_between_tokens_counts(block_size: int, connect: Connect
     assert tokens == len("forty-two") + 1
     assert found["flashsplit_inter_token_latency_seconds_count", frozenset()] >= tokens - 1
     assert found["flashsplit_time_per_output_token_seconds_count", frozenset()] == 1
+
+
+@pytest.mark.parametrize(("kind", "block_size", "lookup"), [("model", 4, False), ("ngram", 0, True)])
+async def test_draft_tokens_are_counted_by_kind_and_place(
+    connect: Connect, kind: str, block_size: int, lookup: bool
+) -> None:
+    """Each place of all blocks, of which the accepted ones are the first; together as many as an answer's figures say.
+    Blocks that are looked up are longer than those of no draft model, which the status counts too."""
+    served = engine(Script(says("again and " * 20)), block_size=block_size, prompt_lookup=lookup)
+    Figures(served)
+    client = await connect(served)
+
+    async def ask() -> None:
+        assert (await client.post(CHAT, HI | {"max_tokens": 150}))[0] == 200
+
+    found = await numbers(served, ask=ask)
+    offered, accepted = (
+        {int(dict(labels)["place"]): value for (name, labels), value in found.items() if name == wanted}
+        for wanted in ("flashsplit_draft_tokens_by_place_total", "flashsplit_accepted_tokens_by_place_total")
+    )
+    kinds = {dict(labels)["draft"] for name, labels in found if name.endswith("_by_place_total")}
+    assert kinds == {kind}
+    assert sum(offered.values()) == found["flashsplit_draft_tokens_total", frozenset()] > 0
+    assert sum(accepted.values()) >= found["flashsplit_accepted_tokens_total", frozenset()] > 0
+    assert all(offered[place] >= accepted[place] for place in offered)
+    assert [*accepted.values()] == sorted(accepted.values(), reverse=True)
 
 
 async def test_what_a_client_did_wrong_is_no_failure_of_the_server(connect: Connect) -> None:
