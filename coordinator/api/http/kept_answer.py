@@ -60,9 +60,12 @@ class KeptAnswer:
         return self._complete == self._count
 
     @property
-    def is_refused(self) -> bool:
-        """Whether nothing came of it but that the request makes no sense; there is nothing to ask for again."""
-        return not self.parts and isinstance(self.error, InvalidArgument)
+    def is_worthless(self) -> bool:
+        """Whether it stopped before anything came, and nobody would go on with it: the request makes no sense, or the
+        client has neither a key nor the id of an event."""
+        if self.parts or self.header.background or not self.stopped:
+            return False
+        return not self.header.key or isinstance(self.error, InvalidArgument)
 
     @property
     def outlives_readers(self) -> bool:

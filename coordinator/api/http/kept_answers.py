@@ -83,7 +83,7 @@ class KeptAnswers:
     def of_key(self, owner: str, key: str) -> KeptAnswer | None:
         """Return the answers that a client asked for under this key, if they are kept."""
         found = self._by_key.get((owner, key)) if key else None
-        return None if found is None or found.is_refused else found
+        return None if found is None or found.is_worthless else found
 
     def of_id(self, owner: str, answer_id: str) -> KeptAnswer | None:
         """Return the answers of this id if they are kept, and this client's."""
@@ -170,6 +170,8 @@ class KeptAnswers:
 
     def _drop_old(self) -> None:
         """Forget answers that were kept long enough, and the oldest ones where they take too much memory."""
+        for answer in [one for one in self._answers.values() if one.is_worthless]:
+            self._drop(answer)
         ended = sorted((one for one in self._answers.values() if one.ended_at is not None), key=_ended_at)
         room, oldest = MOST_BYTES - sum(one.size for one in ended), time.time() - self._keep_s
         for answer in ended:

@@ -92,8 +92,8 @@ async def kept_for(
 ) -> KeptAnswer:
     """Return the kept answers that a request asks for, which begin where there are none yet. What has stopped goes on.
 
-    Raises HttpRefusal where the body is another one than that by which they were asked for, where the last event is
-    not one of theirs, or where they are not kept any more.
+    Raises what `form` and `Engine.check_room` raise, and HttpRefusal where the body is another one than that by which
+    they were asked for, where the last event is not one of theirs, or where they are not kept any more.
     """
     path = http.url.path
     value = await http.json()
@@ -113,6 +113,8 @@ async def kept_for(
             found = answers.of_key(asked.owner, asked.key)
         if found is None:
             made = await unless_gone(http, _awaited(form))
+            # What would be turned away is not written first.
+            await answers.engine.check_room()
             return await answers.keep(
                 made, path=path, owner=asked.owner, key=asked.key, body=body, background=background
             )

@@ -56,7 +56,6 @@ def routes(engine: Engine, answers: KeptAnswers) -> APIRouter:
         if not body.background:
             return await reply(http, answers, form, stream=body.stream)
         _check_background(answers, body)
-        await engine.check_room()
         asked = asked_of(http)
         kept = await kept_for(http, answers, asked, form, background=True)
         if body.stream:

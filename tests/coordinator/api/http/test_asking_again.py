@@ -431,6 +431,27 @@ async def test_a_refused_request_takes_no_key(connect: Connect) -> None:
     assert (await client.post(CHAT, {"messages": HELLO}, **key))[0] == 200
 
 
+async def test_what_is_turned_away_is_not_kept(journaled: Any, tmp_path: Path) -> None:
+    """Neither where the queue is full nor where the client goes before anything came."""
+    script = HoldingScript(says(TEXT))
+    gate = script.hold_from(0)
+    client = await journaled(script, keep_s=0.05)
+    client.engine.cluster.alive, client.engine.cluster.trouble = False, Unavailable("stage 0 is gone")
+    for path, body in BODIES.items():
+        status, _ = await client.post(path, {**body, "stream": True})
+        assert status == 503
+    assert not list((tmp_path / "journal").glob("*.journal"))
+    client.engine.cluster.alive = True
+    reading = asyncio.create_task(read(client, CHAT, {"messages": HELLO}))
+    async with asyncio.timeout(10):
+        while not client.engine.load.running:
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        while client.engine.load.running or list((tmp_path / "journal").glob("*.journal")):
+            await asyncio.sleep(0.01)
+    gate.set()
+
+
 async def test_a_client_that_is_back_at_once(journaled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the computing has ended that was stopped when it went: the rest is computed behind that."""
     ending, closing = asyncio.Event(), asyncio.Event()
