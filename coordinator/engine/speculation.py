@@ -53,6 +53,11 @@ TRIED_TOKENS, CREDIT_TOKENS = 3.0, 12.0
 """How many tokens more than that share may be lost, and how many of those that drafting won count for later losses: a
 few bad blocks are no reason to rest behind many good ones."""
 
+LEAST_COST = 0.5
+"""As how many plain steps a block counts at least beside the one that it takes the place of. Where the few plain steps
+of the beginning took long for another reason, blocks that bring nothing would seem to cost nothing, and no plain step
+would follow that tells better."""
+
 SHORTEST_REST_STEPS = 16
 """Plain steps between two tries, however much was won before."""
 
@@ -221,6 +226,8 @@ class Speculation:
         if least is None:
             # Until plain steps are measured, a row is taken to cost a tenth of a step.
             least = 1 + draft_tokens / 10
+        if not self.costs.shared:
+            least = max(least, 1 + LEAST_COST)
         credit = 0.0 if self.costs.shared else CREDIT_TOKENS
         self._lost = max(-credit, self._lost + least - produced)
 

@@ -169,3 +169,16 @@ def test_what_was_proposed_is_left_out_where_it_is_not_worth_its_cost() -> None:
         drive(speculation, 1, accept=0.0, plain_s=7.0, verify_s=17.4)
     assert speculation.is_trying
     assert (speculation.draft_tokens(), speculation.draft_tokens(verifying=True)) == (3, 0)
+
+
+def test_plain_steps_that_took_long_by_chance_are_measured_again() -> None:
+    """Where something else was computed in the first plain steps, a draft that is never right seems to cost nothing;
+    it rests all the same, and then shows what it costs."""
+    speculation, plain, lengths = Speculation(16), 0, []
+    for _ in range(400):
+        length = speculation.draft_tokens()
+        plain += not length
+        slow = 3.0 if not length and plain <= 2 else 1.0
+        speculation.observe(length, 0, STEP_MS[length] * slow / 1e3)
+        lengths.append(length)
+    assert sum(length > 0 for length in lengths) < 20
