@@ -46,7 +46,7 @@ TRIED_TOKENS_PER_STEP = 2.0
 PLAIN_PROBES, VERIFY_PROBES = 2, 4
 """How many steps measure plain decode, and how many blocks a try has before it is chosen anew."""
 
-TRIED_SHARE = 0.015
+TRIED_SHARE = 0.01
 """The share of an answer's tokens that may be lost by drafting while plain decode promises more."""
 
 TRIED_TOKENS, CREDIT_TOKENS = 3.0, 12.0
