@@ -41,6 +41,9 @@ class ClientStream:
         # Iterated, because read() gives up unread frames as soon as a write has failed.
         self._frames = aiter(call)
         self._reading = asyncio.Lock()
+        self._writer: asyncio.Task[Any] | None = None
+        """The task that waits until gRPC has taken a message."""
+        self._interrupted = False
         self._first_status: grpc.aio.AioRpcError | None = None
         self._lane: FrameLane | None = None
         self._parse: Callable[[bytes], Any] | None = None
@@ -71,16 +74,21 @@ class ClientStream:
                 if self._call.done() or not await lane.write(message.SerializeToString()):
                     return False
             return True
+        self._writer = writer = asyncio.current_task()
         try:
             for message in messages:
                 await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return False
         except asyncio.CancelledError:
+            if self._interrupted and writer is not None:
+                writer.uncancel()
             # Also what a call that `fail` ended says to the task that writes.
             if self._failure is None or _is_cancelled():
                 raise
             return False
+        finally:
+            self._writer = None
         return True
 
     async def read(self) -> Any:
@@ -148,6 +156,10 @@ class ClientStream:
         if not self._closed and not self._call.done():
             self._failure = error.copied().located(**self.where)
             self.cancel()
+            if self._writer is not None:
+                # What has been handed to the socket of a link that passes nothing stays under way though the call ends.
+                self._interrupted = True
+                self._writer.cancel()
 
     def cancel(self) -> None:
         """End the stream at once."""
