@@ -25,7 +25,7 @@ from coordinator.text.tokenizer import Tokenizer
 from services.errors import CLOSED, FlashsplitError, NotFound
 from services.layers import LayerRange
 from services.messages.description import DraftDescription, TargetDescription, WorkerDescription
-from services.messages.snapshots import SnapshotOwner
+from services.messages.snapshots import KeptSnapshot, SnapshotOwner
 from services.messages.steps import (
     Commit,
     Event,
@@ -218,6 +218,13 @@ class ScriptedSession:
         self.closed = True
 
 
+class ScriptedSnapshots:
+    """The prefixes that the scripted worker keeps since before its coordinator began: none."""
+
+    async def list_snapshots(self) -> list[KeptSnapshot]:
+        return []
+
+
 class ScriptedCluster:
     """The cluster of one scripted stage, with a draft of blocks of `block_size` rows beside it, or without one."""
 
@@ -266,6 +273,9 @@ class ScriptedCluster:
         if with_draft and self.draft is not None:
             places.append(SnapshotPlace(PLACE.address, SnapshotOwner.DRAFT, None, self.draft.fingerprint))
         return tuple(places)
+
+    async def snapshots(self, _address: str) -> ScriptedSnapshots:
+        return ScriptedSnapshots()
 
     @property
     def session(self) -> ScriptedSession:

@@ -83,9 +83,11 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     flags = printed[printed.index("--tls-cert") : printed.index("--model")]
     made = Secure(folder / "certs", token_file, commands, flags, free_port(), folder)
     with contextlib.ExitStack() as stack:
-        made.start(commands[0], "--health-port", str(made.health_port))
-        made.start(commands[0])
-        made.start(commands[0], "--roles", "draft")
+        # One run leaves the next one nothing but what it has on disk.
+        alone = ("--orphan-timeout", "0")
+        made.start(commands[0], *alone, "--health-port", str(made.health_port))
+        made.start(commands[0], *alone)
+        made.start(commands[0], *alone, "--roles", "draft")
         for process in made.processes:
             stack.callback(end, process)
         made.listening()
