@@ -47,6 +47,8 @@ class Member:
 
     async def stop(self) -> None:
         """End the child, if there is one. Safe to call twice; `start` may follow."""
-        process, self.process = self.process, None
+        process = self.process
         if process is not None:
             await process.stop()
+            # Not before: who is cancelled here leaves it to the next one who stops it.
+            self.process = None

@@ -688,6 +688,8 @@ async def test_a_worker_that_is_lost_as_it_takes_a_place(
         assert await cluster.replace_lost()
         assert cluster.alive
         assert {cluster.workers[1].process_id} == waiting - killed
+    # Also one that was being ended when the cluster was closed.
+    assert not any(alive(process_id) for process_id in waiting)
 
 
 # --- workers that are exchanged while they live
