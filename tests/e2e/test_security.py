@@ -83,11 +83,9 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     flags = printed[printed.index("--tls-cert") : printed.index("--model")]
     made = Secure(folder / "certs", token_file, commands, flags, free_port(), folder)
     with contextlib.ExitStack() as stack:
-        # One run leaves the next one nothing but what it has on disk.
-        alone = ("--orphan-timeout", "0")
-        made.start(commands[0], *alone, "--health-port", str(made.health_port))
-        made.start(commands[0], *alone)
-        made.start(commands[0], *alone, "--roles", "draft")
+        made.start(commands[0], "--health-port", str(made.health_port))
+        made.start(commands[0])
+        made.start(commands[0], "--roles", "draft")
         for process in made.processes:
             stack.callback(end, process)
         made.listening()
@@ -104,7 +102,8 @@ def placed(secure: Secure, pair: Pair, *devices: str) -> list[str]:
 def test_same_tokens_and_snapshots_over_certificates_and_token(
     secure: Secure, pairs: dict[str, Pair], prefix_cases: Cases, tmp_path: Path
 ) -> None:
-    """Two stages and a draft, each behind TLS: transformers' tokens; a second run takes the prefix from disk."""
+    """Two stages and a draft, each behind TLS: transformers' tokens; a second run, which splits the layers
+    anew and so finds nothing in the workers' memory, takes the prefix from disk."""
     prompt, tokens = prefix_cases["qwen3"]
     one, two, draft = secure.addresses
     arguments = [
@@ -114,7 +113,7 @@ def test_same_tokens_and_snapshots_over_certificates_and_token(
         *(*secure.flags, "--cluster-token-file", str(secure.token_file)),
     ]
 
-    first, second = generate(*arguments), generate(*arguments)
+    first, second = generate(*arguments), generate(*arguments, "--target-layer-split", "0.3,0.7")
 
     for answer in (first, second):
         assert tuple(answer["token_ids"]) == tokens

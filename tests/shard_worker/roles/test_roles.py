@@ -30,6 +30,9 @@ class StubRole(WorkerRole):
     def load(self, part, on_progress):
         raise AssertionError("nothing asks for it")
 
+    def unload(self):
+        raise AssertionError("nothing asks for it")
+
 
 make_role = StubRole
 """
