@@ -48,12 +48,13 @@ def server(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-FEW: Any = {"max_tokens": 3}
+PLAIN: Any = {"max_tokens": 3, "speculate": False}
+"""Nothing is said of how well the draft does."""
 
 
 def ask(client: openai.OpenAI, messages: list[Any] = CHAT, **fields: Any) -> dict[str, Any]:
     fields = {"max_tokens": 8, "temperature": 0.0, **fields}
-    extra = {key: fields.pop(key) for key in list(fields) if key.startswith("prefill_")}
+    extra = {key: fields.pop(key) for key in list(fields) if key.startswith("prefill_") or key == "speculate"}
     return client.chat.completions.create(model="demo", messages=messages, extra_body=extra, **fields).model_dump()
 
 
@@ -103,12 +104,11 @@ def test_a_request_has_its_own_way(server: Server, client: openai.OpenAI) -> Non
 def test_who_is_left_alone(client: openai.OpenAI) -> None:
     """Earlier answers, tools, structured output, and what is short."""
     tool: Any = {"type": "function", "function": {"name": "count", "parameters": {"type": "object"}}}
-    # So few tokens that nothing is said of how well the draft does.
     for left in (
-        ask(client, [*CHAT, {"role": "assistant", "content": "Ships."}, {"role": "user", "content": "Why?"}], **FEW),
-        ask(client, tools=[tool], **FEW),
-        ask(client, response_format={"type": "json_object"}, **FEW),
-        ask(client, [{"role": "user", "content": "Why?"}], **FEW),
+        ask(client, [*CHAT, {"role": "assistant", "content": "Ships."}, {"role": "user", "content": "Why?"}], **PLAIN),
+        ask(client, tools=[tool], **PLAIN),
+        ask(client, response_format={"type": "json_object"}, **PLAIN),
+        ask(client, [{"role": "user", "content": "Why?"}], **PLAIN),
     ):
         assert left["timings"]["original_prompt_n"] is None
         assert left["timings"]["notes"] == []
@@ -129,7 +129,7 @@ def test_a_lost_drafter_loses_no_request(server: Server, client: openai.OpenAI) 
     [reader] = [pid for pid in pids if "compress" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
     reader = forking.forked(reader)
     os.kill(reader, signal.SIGSTOP)
-    body = {"messages": [CHAT[0], {"role": "user", "content": "Well. " + TEXT}], "max_tokens": 4}
+    body = {"messages": [CHAT[0], {"role": "user", "content": "Well. " + TEXT}], **PLAIN}
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
