@@ -13,8 +13,9 @@ demo: $(VENV)/.run
 serve: $(VENV)/.run
 	$(BIN)/flashsplit serve --model deploy/demo/target --draft deploy/demo/draft --target-devices cpu,cpu
 
-# Three tests at a time, one thread each, keep two cores busy, since many wait for processes; files stay whole, as many of them share their workers. What
-# some hundred processes import is compiled once, also where the environment says that Python is to keep nothing.
+# Three tests at a time, one thread each, keep two cores busy, since many wait for processes; files stay whole, as many
+# of them share their workers. What some hundred processes import is compiled once, also where the environment says that
+# Python is to keep nothing.
 test: $(VENV)/.test
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
