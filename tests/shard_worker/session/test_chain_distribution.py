@@ -94,7 +94,10 @@ async def test_first_three_tokens_follow_the_enumerated_distribution(
     assert not drafted or accepted > DRAWS / 20
 
 
-@pytest.mark.parametrize("name", CHOOSERS)
+# Those of DSpark share all but how a row's logits are made.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("dspark-") else ()) for name in CHOOSERS]
+)
 async def test_each_way_of_choosing_draft_tokens_leaves_the_distribution(
     pair: tuple[Path, Path], expected: dict[tuple[int, ...], distribution.Array], tmp_path: Path, name: str
 ) -> None:
