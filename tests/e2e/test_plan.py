@@ -135,7 +135,7 @@ def test_refusals(pairs: dict[str, Pair], arguments: tuple[str, ...], code: int,
 def test_an_interrupted_probe_leaves_nothing_behind(pairs: dict[str, Pair]) -> None:
     """Ctrl-C while local workers start or are measured: they end with the command."""
     process = flashsplit("plan", "--model", pairs["qwen3"].target, "--target-devices", "cpu", "--measure")
-    until(lambda: bool(children(process.pid)), 60)
+    until(lambda: bool(children(process.pid)), 20)
     workers = children(process.pid)
     interrupt(process, signal.SIGINT)
 

@@ -43,10 +43,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.inference_mode()
 def test_every_kind_of_layer_is_measured(tiny: Tiny, name: str, kinds: set[str]) -> None:
     """Rates and times are above nothing, there is one cost for each kind that the model has, and it is soon done."""
-    began = time.process_time()
+    began = time.perf_counter()
     speed = probe.measure(CPU, read_config(tiny.path(name)), MeasureRequest("", "bfloat16", 1 << 20))
 
-    assert time.process_time() - began < 5
+    assert time.perf_counter() - began < 5
     assert set(speed.layer_s) == kinds
     assert 1e6 < speed.read_bytes_per_s < 1e15
     assert 1e6 < speed.matmul_flops_per_s < 1e17
