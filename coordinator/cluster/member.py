@@ -50,5 +50,6 @@ class Member:
         process = self.process
         if process is not None:
             await process.stop()
-            # Not before: who is cancelled here leaves it to the next one who stops it.
-            self.process = None
+            # Not before: who is cancelled here leaves it to the next one who stops it. Another one may run by now.
+            if self.process is process:
+                self.process = None
