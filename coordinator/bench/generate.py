@@ -23,6 +23,7 @@ from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
+from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.generation import generate as complete
 from coordinator.engine.step_times import StepTaken
 from coordinator.text.model_files import ModelFiles, read_model_files
@@ -65,8 +66,8 @@ def prompts_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             required=True,
             metavar="FILE",
-            help='JSON object of kinds, each a list of prompts: strings, or objects with "prompt". Kinds other than '
-            '"code" are asked through the chat template.',
+            help='JSON object of kinds, each a list of prompts: strings, objects with "prompt", or lists of token ids. '
+            'Strings of kinds other than "code" are asked through the chat template.',
         ),
     ):
         command = option(command)
@@ -130,23 +131,24 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
         for kind, items in kinds.items():
             if not isinstance(items, list) or not items:
                 raise ValueError(f"{kind!r} has none")
-        kind_texts = {
-            str(kind): [item if isinstance(item, str) else str(item["prompt"]) for item in items[:limit]]
-            for kind, items in kinds.items()
-        }
+        return {str(kind): [_tokens(files, kind, item) for item in items[:limit]] for kind, items in kinds.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidArgument(
             f"--prompts {path} must be a JSON object of lists with prompts: {error}", field="--prompts"
         ) from error
-    return {
-        kind: [
-            (
-                text_prompt(files, text) if kind == "code" else chat_prompt(files, [{"role": "user", "content": text}])
-            ).token_ids
-            for text in texts
-        ]
-        for kind, texts in kind_texts.items()
-    }
+
+
+def _tokens(files: ModelFiles, kind: str, item: Any) -> tuple[int, ...]:
+    """Return the tokens of a prompt as it stands in a file. Raises ValueError, TypeError or KeyError for another
+    item."""
+    if isinstance(item, list):
+        if not item or not all(type(token) is int and token >= 0 for token in item):
+            raise ValueError(f"a list in {kind!r} is no list of token ids")
+        return tuple(item)
+    text = item if isinstance(item, str) else str(item["prompt"])
+    if kind == "code":
+        return text_prompt(files, text).token_ids
+    return chat_prompt(files, [{"role": "user", "content": text}]).token_ids
 
 
 async def answer(
@@ -157,10 +159,12 @@ async def answer(
     *,
     speculate: bool,
     lookup: bool = False,
+    draft_tokens: int | None = None,
+    costs: BatchCosts | None = None,
     on_step: Callable[[StepTaken], None] = lambda step: None,
 ) -> Answer:
     """Return the greedy answer to a prompt. speculate: with draft tokens; lookup: with such as are looked up too.
-    on_step: called with every answered step."""
+    draft_tokens, costs and on_step: as `Generation` takes them."""
     request = Request(
         request_id=secrets.token_hex(8),
         prompt_ids=prompt,
@@ -168,7 +172,15 @@ async def answer(
         stop_token_ids=files.stop_token_ids,
         speculate=speculate,
     )
-    return await complete(cluster, request, files.tokenizer, prompt_lookup=lookup, on_step=on_step)
+    return await complete(
+        cluster,
+        request,
+        files.tokenizer,
+        prompt_lookup=lookup,
+        draft_tokens=draft_tokens,
+        costs=costs,
+        on_step=on_step,
+    )
 
 
 def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> GenerateFigures:

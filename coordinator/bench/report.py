@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,17 +65,19 @@ class OutputOptions:
         workers: Sequence[WorkerDescription] = (),
         *,
         note: str = "",
+        picture: Callable[[Sequence[Row], Path], None] | None = None,
         **more: Any,
     ) -> None:
         """Print a report: where its figures come from, and the figures.
 
         rows: of one kind; table: the same for people; workers: those that were measured; note: a line before the table;
-        more: what else the JSON object holds.
+        picture: draws the rows into a file, None for bars of all that was measured; more: what else the JSON object
+        holds.
         """
         figures = [asdict(row) for row in rows]
         run = asdict(describe_run(workers))
         if self.plot is not None:
-            draw(figures, self.plot)
+            (picture or draw)(figures, self.plot)
         if self.as_json:
             print(json.dumps({"run": run, "rows": figures, **more}))
             return

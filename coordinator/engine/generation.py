@@ -62,16 +62,19 @@ class Generation:
         place: Place | None = None,
         costs: BatchCosts | None = None,
         prompt_lookup: bool = False,
+        draft_tokens: int | None = None,
         told: Sequence[Piece] = (),
     ) -> None:
         """on_step: called with every answered step. resume_timeout_s: how long the answer waits for a chain that was
         lost; 0 to end with it. place: among other answers, for which this one is set aside where the workers' memory
         ends; None to end then. costs: of draft tokens, measured with the other answers; None to measure them alone.
-        prompt_lookup: whether draft tokens are looked up in the text too. told: what a process that has ended has told
-        of the answer, behind which it goes on. Raises InvalidArgument for a request that does not fit."""
+        prompt_lookup: whether draft tokens are looked up in the text too. draft_tokens: how many of the draft model's
+        each step verifies whatever they bring, 0 to go without it; None to choose. told: what a process that has ended
+        has told of the answer, behind which it goes on. Raises InvalidArgument for a request that does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._prefixes, self._on_step = cluster, request, prefixes, on_step
         self._resume_timeout_s, self._place = resume_timeout_s, place
+        self._draft_tokens = draft_tokens
         self._pause = Pause() if place is None else place.pause
         self._state = AnswerState(request, tokenizer)
         if prompt_lookup and request.speculate:
@@ -138,10 +141,15 @@ class Generation:
 
     def _choose_draft(self) -> None:
         """Take the draft as it is now that the request's turn has come."""
-        request, draft = self._request, self._cluster.draft if self._request.speculate else None
+        if not self._request.speculate:
+            return
+        draft = None if self._draft_tokens == 0 else self._cluster.draft
         if draft is not None:
-            self._state.speculation = Speculation(draft.block_size, self._costs)
-        elif request.speculate and self._cluster.draft_worker is not None:
+            self._state.speculation = Speculation(draft.block_size, self._costs, self._draft_tokens)
+        elif self._state.lookup is not None:
+            # What is looked up costs rows as well, of which others' measurements tell.
+            self._state.speculation = Speculation(1, self._costs)
+        if draft is None and self._draft_tokens != 0 and self._cluster.draft_worker is not None:
             self._state.speculation.lose_draft("its worker is gone")
 
     async def _look_up(self) -> float:
@@ -248,11 +256,22 @@ async def generate(
     prefixes: PrefixCache | None = None,
     *,
     prompt_lookup: bool = False,
+    draft_tokens: int | None = None,
+    costs: BatchCosts | None = None,
     on_step: Callable[[StepTaken], None] = lambda step: None,
 ) -> Answer:
-    """Return the whole answer; `show` gets its pieces as they come. prompt_lookup: whether draft tokens are looked up
-    in the text too. on_step: called with every answered step. Raises what `Generation` raises."""
-    generation = Generation(cluster, request, tokenizer, prefixes, on_step, prompt_lookup=prompt_lookup)
+    """Return the whole answer; `show` gets its pieces as they come. The other arguments are those of `Generation`, and
+    so are the errors."""
+    generation = Generation(
+        cluster,
+        request,
+        tokenizer,
+        prefixes,
+        on_step,
+        costs=costs,
+        prompt_lookup=prompt_lookup,
+        draft_tokens=draft_tokens,
+    )
     async for piece in generation.pieces():
         show(piece)
     assert generation.answer is not None

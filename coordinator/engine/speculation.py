@@ -72,15 +72,16 @@ HYSTERESIS = 1.05
 class Speculation:
     """The measurements and the choice for one request.
 
-    block_size: rows of the draft model's block, one known token and the draft tokens; 1 switches it off. offered:
-    draft tokens that were verified; looked_up: those of them that were looked up in the text. produced_by_verify:
-    tokens that verify steps produced. draft_lost: whether the
-    draft was lost, before the answer began or on its way. notes: what the request's figures say about it. costs: what
-    draft tokens cost, measured with the other requests.
+    block_size: rows of the draft model's block, one known token and the draft tokens; 1 switches it off. costs: what
+    draft tokens cost, measured with the other requests. fixed: how many of the draft model's tokens each step verifies
+    whatever is measured, None to choose. offered: draft tokens that were verified; looked_up: those of them that were
+    looked up in the text. produced_by_verify: tokens that verify steps produced. draft_lost: whether the draft was
+    lost, before the answer began or on its way. notes: what the request's figures say about it.
     """
 
     block_size: int
     costs: BatchCosts = field(default_factory=BatchCosts)
+    fixed: int | None = None
     steps: int = 0
     offered: int = 0
     looked_up: int = 0
@@ -104,8 +105,8 @@ class Speculation:
     it with the plain step in which it is judged."""
 
     def __post_init__(self) -> None:
-        self._current = self.block_size - 1
-        self._acceptance = Acceptance(self._current)
+        self._current = self.block_size - 1 if self.fixed is None else self.fixed
+        self._acceptance = Acceptance(self.block_size - 1)
         self.costs.join(id(self))
 
     @property
@@ -118,7 +119,7 @@ class Speculation:
         """How many of the next steps will be as long as the next one, since no measurement is planned or due before;
         None for any number."""
         if not self._planned:
-            return None if self.block_size == 1 or self._drafted_steps >= WARM_UP_STEPS else 1
+            return None if self._is_settled or self._drafted_steps >= WARM_UP_STEPS else 1
         first = self._planned[0]
         return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
 
@@ -139,7 +140,7 @@ class Speculation:
             self._guess()
         place = int(verifying and self.is_trying)
         count = self._planned[place] if len(self._planned) > place else self._current
-        limit = self.costs.limit
+        limit = self.costs.limit if self.fixed is None else None
         return count if limit is None else min(count, limit)
 
     @property
@@ -256,14 +257,14 @@ class Speculation:
     def _guess(self) -> None:
         """Take how the drafts of others began for what this one's does. Where they are decoded too, choose before the
         first step: a block that is too long is everybody's then."""
-        if self.block_size == 1 or not self.costs.knows_survival:
+        if self._is_settled or not self.costs.knows_survival:
             return
         blocks = 1.0 if self.costs.shared else GUESSED_BLOCKS
         self._acceptance = Acceptance(self.block_size - 1, self.costs.beginning, blocks)
         self._choose()
 
     def _choose(self) -> None:
-        if self.block_size == 1 or self._planned or not self._is_warm:
+        if self._is_settled or self._planned or not self._is_warm:
             return
         longest = self.block_size - 1
         lengths = self._lengths
@@ -297,6 +298,11 @@ class Speculation:
         self._planned.clear()
         self._planned.extend([*[0] * steps, probe, 0])
         self._note("plain decode, but for a block now and then: drafting cost more than it won")
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether nothing is left to choose of the draft model's blocks."""
+        return self.block_size == 1 or self.fixed is not None
 
     @property
     def _is_warm(self) -> bool:

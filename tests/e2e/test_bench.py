@@ -133,26 +133,36 @@ def test_a_kind_has_only_options_that_matter_to_it(kind: str) -> None:
 
 @pytest.mark.slow
 def test_drafts_beside_each_other(start_worker: Callable[..., Worker], tmp_path: Path) -> None:
-    """A row for each draft and kind of prompt, with how often each place of its blocks is accepted; answers are the
-    same with all of them."""
-    prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps({"chat": ["What is 17 * 4?"]}))
-    asked = ["--target-devices", start_worker().address, "--prompts", prompts, "--max-tokens", 16]
+    """A row for each draft, kind of prompt and way to answer, beside plain decode and the fastest fixed way, with how
+    often each place of blocks is accepted; answers are the same in all ways, and a way that is fixed keeps to it."""
+    prompts, picture = tmp_path / "prompts.json", tmp_path / "drafts.svg"
+    prompts.write_text(json.dumps({"chat": ["What is 17 * 4?"], "tokens": [[300, 301, 302], [303]]}))
+    asked = ["--target-devices", start_worker().address, "--prompts", prompts, "--max-tokens", 12, "--repeats", 2]
     named = ["--model", DEMO / "target", "--draft", DEMO / "draft", "--draft", "ngram"]
+    lengths = ["--draft-tokens", "15,1"]
 
-    found = json.loads(here("drafts", *named, *asked, "--dtype", "float32", "--json"))
+    found = json.loads(here("drafts", *named, *asked, *lengths, "--dtype", "float32", "--json", "--plot", picture))
 
-    model, lookup = found["rows"]
-    assert [(row["draft"], row["layout"], row["kind"], row["identical"]) for row in (model, lookup)] == [
-        ("draft", "DFlash", "chat", 1),
-        ("ngram", "ngram", "chat", 1),
+    ways = ["plain", "15 a step", "1 a step", "ngram", "choice"]
+    rows = found["rows"]
+    assert [(row["layout"], row["kind"], row["way"]) for row in rows] == [
+        ("DFlash", kind, way) for kind in ("chat", "tokens") for way in ways
     ]
-    assert model["tokens_a_step"] > 2 > lookup["tokens_a_step"] >= 1
-    assert model["plain_tokens_per_s"] * model["speedup"] == pytest.approx(model["drafted_tokens_per_s"])
+    assert [row["identical"] for row in rows] == [2] * 5 + [4] * 5
+    for part in (rows[:5], rows[5:]):
+        plain = part[0]
+        assert plain["tokens_a_step"] == plain["of_plain"] == 1
+        assert 1 <= part[2]["tokens_a_step"] <= 2
+        assert max(row["of_best"] for row in part[:4]) == 1
+        assert all(row["tokens_per_s"] == pytest.approx(row["of_plain"] * plain["tokens_per_s"]) for row in part)
+    assert rows[1]["tokens_a_step"] > 2 > rows[3]["tokens_a_step"]
     shares = found["accepted_by_position"]["draft"]["chat"]
-    assert len(shares) > 7
-    assert shares[0] > 0.5
+    assert len(shares["15 a step"]) > 7
+    assert len(shares["1 a step"]) == 1
+    assert shares["15 a step"][0] > 0.5
+    assert "<svg" in picture.read_text()
     assert "--draft is missing" in here("drafts", *named[:2], *asked, code=2)
+    assert "at most 15 draft tokens" in here("drafts", *named, *asked, "--draft-tokens", 16, code=2)
 
 
 def test_positions_of_blocks_are_counted_apart() -> None:

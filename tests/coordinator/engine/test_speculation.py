@@ -106,6 +106,18 @@ def test_without_a_draft_every_step_is_plain() -> None:
     assert drive(Speculation(1), 20, accept=0.0, plain_s=1.0, verify_s=1.0) == [0] * 20
 
 
+@pytest.mark.parametrize("accept", [0.0, 1.0])
+def test_a_fixed_length_is_kept(accept: float) -> None:
+    """Whatever it brings, alone and among others, and any number of steps may follow one another."""
+    costs = BatchCosts()
+    costs.join("another")
+    for fixed in (1, 5, 15):
+        speculation = Speculation(16, costs, fixed)
+        assert drive(speculation, 60, accept, plain_s=1.0, verify_s=2.0) == [fixed] * 60
+        assert speculation.steady_steps is None
+        assert not speculation.notes
+
+
 def decode(speculation: Speculation, tokens: int, chance: float, seed: int) -> tuple[list[int], float]:
     """Take steps until there are so many tokens, of which a draft token is right by chance behind those before it.
 
