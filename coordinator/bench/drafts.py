@@ -15,7 +15,7 @@ from rich.table import Table
 
 from coordinator.answer import Answer
 from coordinator.bench.counts import counts_option
-from coordinator.bench.generate import answer, prompts_options, read_prompts
+from coordinator.bench.generate import Prompt, answer, prompts_options, read_prompts
 from coordinator.bench.report import OutputOptions, Row, empty_table
 from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
@@ -133,12 +133,12 @@ class Answers:
 
 @dataclass(slots=True)
 class Asked:
-    """The answers of one cluster. kinds: of prompts, which are lists of token ids. costs: of each way what its answers
+    """The answers of one cluster. kinds: of prompts. costs: of each way what its answers
     have learnt, as a server's have."""
 
     cluster: Cluster
     files: ModelFiles
-    kinds: Mapping[str, Sequence[tuple[int, ...]]]
+    kinds: Mapping[str, Sequence[Prompt]]
     max_tokens: int
     answers: dict[tuple[str, Way], Answers] = field(default_factory=dict)
     costs: dict[Way, BatchCosts] = field(default_factory=dict)

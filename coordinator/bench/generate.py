@@ -30,6 +30,7 @@ from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import chat_prompt, text_prompt
 from services.errors import InvalidArgument
 from services.messages.description import WorkerDescription
+from services.messages.steps import Grammar, GrammarKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,14 @@ class GenerateFigures:
     identical: int
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked: token ids, and where the answer must be a given text, the grammar that allows nothing else."""
+
+    token_ids: tuple[int, ...]
+    grammar: Grammar | None = None
+
+
 def prompts_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that say what is answered, and how far."""
     for option in (
@@ -67,7 +76,9 @@ def prompts_options(command: Callable[..., Any]) -> Callable[..., Any]:
             required=True,
             metavar="FILE",
             help='JSON object of kinds, each a list of prompts: strings, objects with "prompt", or lists of token ids. '
-            'Strings of kinds other than "code" are asked through the chat template.',
+            'Strings of kinds other than "code" are asked through the chat template. An object with "forced_answer" as '
+            "well has that text for an answer, whatever the model would say: so an edit of a given file can be "
+            "measured with a model that makes none.",
         ),
     ):
         command = option(command)
@@ -122,8 +133,8 @@ async def generate(
     output.show(rows, table(rows), list(measured.values()))
 
 
-def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the prompts' tokens by kind. Raises InvalidArgument for a file of another form."""
+def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[Prompt]]:
+    """Return the prompts by kind. Raises InvalidArgument for a file of another form."""
     try:
         kinds = json.loads(path.read_text(encoding="utf-8"))
         if not kinds:
@@ -131,30 +142,34 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
         for kind, items in kinds.items():
             if not isinstance(items, list) or not items:
                 raise ValueError(f"{kind!r} has none")
-        return {str(kind): [_tokens(files, kind, item) for item in items[:limit]] for kind, items in kinds.items()}
+        return {str(kind): [_prompt(files, kind, item) for item in items[:limit]] for kind, items in kinds.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidArgument(
             f"--prompts {path} must be a JSON object of lists with prompts: {error}", field="--prompts"
         ) from error
 
 
-def _tokens(files: ModelFiles, kind: str, item: Any) -> tuple[int, ...]:
-    """Return the tokens of a prompt as it stands in a file. Raises ValueError, TypeError or KeyError for another
-    item."""
+def _prompt(files: ModelFiles, kind: str, item: Any) -> Prompt:
+    """Return a prompt as it stands in a file. Raises ValueError, TypeError or KeyError for another item."""
     if isinstance(item, list):
         if not item or not all(type(token) is int and token >= 0 for token in item):
             raise ValueError(f"a list in {kind!r} is no list of token ids")
-        return tuple(item)
+        return Prompt(tuple(item))
     text = item if isinstance(item, str) else str(item["prompt"])
+    forced = None if isinstance(item, str) else item.get("forced_answer")
+    if forced is not None and (not isinstance(forced, str) or not forced):
+        raise ValueError(f'a "forced_answer" in {kind!r} is {forced!r}, and no text')
+    # A JSON string is one of a grammar's too.
+    grammar = None if forced is None else Grammar(GrammarKind.LARK, f"start: {json.dumps(forced)}")
     if kind == "code":
-        return text_prompt(files, text).token_ids
-    return chat_prompt(files, [{"role": "user", "content": text}]).token_ids
+        return Prompt(text_prompt(files, text).token_ids, grammar)
+    return Prompt(chat_prompt(files, [{"role": "user", "content": text}]).token_ids, grammar)
 
 
 async def answer(
     cluster: Cluster,
     files: ModelFiles,
-    prompt: tuple[int, ...],
+    prompt: Prompt,
     max_tokens: int,
     *,
     speculate: bool,
@@ -167,8 +182,9 @@ async def answer(
     draft_tokens, costs and on_step: as `Generation` takes them."""
     request = Request(
         request_id=secrets.token_hex(8),
-        prompt_ids=prompt,
+        prompt_ids=prompt.token_ids,
         max_tokens=max_tokens,
+        grammar=prompt.grammar,
         stop_token_ids=files.stop_token_ids,
         speculate=speculate,
     )

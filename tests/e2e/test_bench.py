@@ -180,6 +180,25 @@ def test_positions_of_blocks_are_counted_apart() -> None:
     assert positions.shares == [pytest.approx(2 / 3), 1.0, 0.0]
 
 
+def test_an_answer_that_is_forced_is_drafted_too(start_worker: Callable[..., Worker], tmp_path: Path) -> None:
+    """A text that must be given back comes by n-grams in fewer steps, whatever the model would say; a prompt of another
+    form is refused by its name."""
+    prompts = tmp_path / "prompts.json"
+    given = "a line of a text\nand another one\n"
+    prompts.write_text(json.dumps({"code": [{"prompt": given + given, "forced_answer": given}]}))
+    asked = ["--model", DEMO / "target", "--draft", "ngram", "--target-devices", start_worker().address]
+    asked += ["--dtype", "float32", "--prompts", prompts, "--repeats", 1, "--max-tokens", 24]
+
+    plain, lookup = json.loads(here("drafts", *asked, "--json"))["rows"]
+
+    assert (plain["way"], lookup["way"], lookup["identical"]) == ("plain", "ngram", 1)
+    assert lookup["tokens_a_step"] > 2 > plain["tokens_a_step"]
+    assert "--draft-tokens 3" in here("drafts", *asked, "--draft-tokens", 3, code=2)
+    for wrong, word in (({"prompt": "a", "forced_answer": 3}, "forced_answer"), ([1, -1], "token ids")):
+        prompts.write_text(json.dumps({"code": [wrong]}))
+        assert word in here("drafts", *asked, code=2)
+
+
 def test_generating_plainly_and_with_dflash(tmp_path: Path) -> None:
     """A row for each placement and kind of prompt; two of its reports can be compared."""
     prompts, path = tmp_path / "prompts.json", tmp_path / "generate.json"

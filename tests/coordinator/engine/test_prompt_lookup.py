@@ -6,6 +6,8 @@ import random
 import re
 from collections.abc import Sequence
 
+import pytest
+
 from coordinator.engine.prompt_lookup import BLOCK_ROWS, LONGEST_MATCH, SHORTEST_MATCH, PromptLookup
 from coordinator.engine.speculation import Speculation
 from tests.e2e.conftest import ROOT
@@ -62,6 +64,40 @@ def test_it_learns_how_often_it_is_right() -> None:
     assert lookup.survival(40)[-1] > 0.9
 
 
+@pytest.mark.parametrize(
+    ("came", "goes_on"),
+    [
+        # A token, then two, in place of one.
+        ([900], [21, 22, 23]),
+        ([900, 901], [21, 22, 23]),
+        # Lines put in before it: what follows is known once the token before it came again.
+        ([900, 901, 902, 19], [20, 21, 22]),
+        # Five tokens left out.
+        ([25], [26, 27, 28]),
+    ],
+)
+def test_behind_a_change_the_old_text_goes_on(came: list[int], goes_on: list[int]) -> None:
+    """A long match that ends is followed from around its end, though none of the last three tokens stood there."""
+    lookup = PromptLookup()
+    lookup.read([*range(100)])
+    lookup.follow([*range(20)])
+
+    lookup.follow(came)
+
+    assert lookup.draft_tokens(3) == tuple(goes_on)
+    assert 0 < lookup.survival(1)[0] < lookup.survival(3)[2]
+
+
+def test_a_text_that_was_left_for_good_is_forgotten() -> None:
+    """Nothing is proposed behind many tokens of another text, nor is it learnt from short matches that end."""
+    lookup = PromptLookup()
+    lookup.read([*range(100)])
+    lookup.follow([*range(20), *range(900, 940)])
+    assert lookup.draft_tokens(3) == ()
+    lookup.follow([40, 41, 42, 43, 950])
+    assert lookup.draft_tokens(3) == ()
+
+
 def steps_for(prompt: Sequence[int], answer: Sequence[int]) -> int:
     """Return how many steps an answer takes whose draft tokens are looked up, where each step costs the same."""
     lookup, speculation, steps, done = PromptLookup(), Speculation(1), 0, 0
@@ -80,7 +116,8 @@ def steps_for(prompt: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def test_an_edited_file_takes_few_steps() -> None:
-    """A file that is given back with a word changed in ten of its lines comes at more than eight tokens a step."""
+    """A file that is given back with a word changed in ten of its lines comes at more than 14 tokens a step, which may
+    have 16."""
     words: dict[str, int] = {}
 
     def tokens(text: str) -> list[int]:
@@ -92,7 +129,7 @@ def test_an_edited_file_takes_few_steps() -> None:
         lines[line] = re.sub(r"\w+", "changed", lines[line], count=1)
     answer = tokens("".join(lines))
 
-    assert len(answer) / steps_for(prompt, answer) > 8
+    assert len(answer) / steps_for(prompt, answer) > 14
     # And nothing is lost where nothing comes again.
     assert steps_for(prompt, range(10_000, 10_200)) <= 200
 
