@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from services.errors import FailedPrecondition
-from services.model.config import Activation, ModelConfig
+from services.model.config import ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
 from shard_worker.model.layer_weights import DecoderWeights, ExpertsWeights, MlpWeights
@@ -59,16 +59,14 @@ def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
 def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     """Return whether kernels on a device, which run there, have layers of all these forms.
 
-    Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices have one form and are on
-    the device. Otherwise plain torch serves, and the log says so once.
+    Their feed-forward part is SwiGLU or GeGLU without biases, or a mixture of experts whose matrices have one form and
+    are on the device. Otherwise plain torch serves, and the log says so once.
     """
     for weights in layers:
         mlp = weights.mlp
         lack = None
         if weights.per_layer is not None:
             lack = "per-layer embeddings"
-        elif weights.mixer_output_norm is not None:
-            lack = "norms of what sublayers make"
         elif isinstance(mlp, ExpertsWeights):
             if mlp.in_host:
                 lack = "experts in the host's memory"
@@ -78,8 +76,6 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
             lack = "experts beside a dense part"
         elif mlp.gate_up_bias is not None:
             lack = "biases in SwiGLU"
-        elif mlp.activation is not Activation.SILU:
-            lack = "feed-forward parts with GELU"
         if lack is not None:
             log_missing(device, lack)
             return False

@@ -13,7 +13,7 @@ from services.model.rope import Rope
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
-from shard_worker.ops.activation import swiglu
+from shard_worker.ops.activation import geglu, swiglu
 from shard_worker.ops.attention import Causal, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, rope_table
@@ -39,6 +39,8 @@ class RowOperations:
     """As `ops.norm.rms_norm`, over rows [n, hidden]."""
     swiglu: Callable[[torch.Tensor], torch.Tensor] = swiglu
     """As `ops.activation.swiglu`."""
+    geglu: Callable[[torch.Tensor], torch.Tensor] = geglu
+    """As `ops.activation.geglu`."""
     recurrent_prefill: RecurrentPrefill | None = None
     """None where recurrent layers take their rows one operator after the other."""
 

@@ -461,7 +461,7 @@ def row_operations(device: Device, config: ModelConfig) -> RowOperations:
     from shard_worker.model.kernels import delta_prefill, elementwise
 
     prefill = delta_prefill.run_layer if can_prefill(device, config) else None
-    return RowOperations(elementwise.rms_norm, elementwise.swiglu, prefill)
+    return RowOperations(elementwise.rms_norm, elementwise.swiglu, elementwise.geglu, prefill)
 
 
 def _is_on(matrix: RowLookup, device: Device) -> bool:

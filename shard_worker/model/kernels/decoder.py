@@ -1,7 +1,7 @@
 """Decoder layers with kernels: what `layers.decoder` does, for a few rows whose position is data on the device.
 
-Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts, and one where
-heads have gates. Every product also does what lies between it and the next one.
+Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts, one where heads
+have gates, and two where what sublayers make has norms. Every product also does what lies between it and the next one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from services.model.config import LayerKind
+from services.model.config import Activation, LayerKind
 from services.model.rope import Rope
 from shard_worker.model.kernels import deltanet, experts
 from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.block_convolution import convolve
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
+from shard_worker.model.kernels.output_norm import add_normed
 from shard_worker.model.kernels.step_parameters import Places
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights, MlpWeights
 from shard_worker.ops.rope import Rotation
@@ -85,6 +86,16 @@ def run(
         assert isinstance(mlp, ExpertsWeights | MlpWeights)
         mixed = _mix(layers, index, normed, ropes, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
+        if weights.mixer_output_norm is not None:
+            assert isinstance(mlp, MlpWeights)
+            _, made = linear(mixed, weights.mixer.out, bias=bias, norm=weights.mixer_output_norm, eps=layers.eps)
+            assert isinstance(made, Normed)
+            hidden, normed = add_normed(made, hidden, weights.post_norm, layers.eps, then=mlp.gate_up)
+            assert isinstance(normed, Normed)
+            hidden, normed = _normed_mlp(layers, index, normed, hidden, norms[index], firsts[index])
+            if index in capture:
+                captured.append(hidden)
+            continue
         hidden, normed = linear(
             mixed,
             weights.mixer.out,
@@ -100,9 +111,8 @@ def run(
             if index in capture:
                 captured.append(hidden)
             continue
-        gated, summed = linear(normed, mlp.gate_up, paired=True, then=mlp.down)
         hidden, normed = linear(
-            gated if summed is None else summed,
+            _gated(mlp, normed),
             mlp.down,
             residual=hidden,
             norm=norms[index],
@@ -113,6 +123,25 @@ def run(
             captured.append(hidden)
     assert not isinstance(normed, Summed)
     return Result(hidden, normed, captured)
+
+
+def _gated(mlp: MlpWeights, normed: Normed) -> torch.Tensor | Normed | Summed:
+    """Return what the second product of a dense part takes."""
+    gelu = mlp.activation is Activation.GELU_TANH
+    gated, summed = linear(normed, mlp.gate_up, paired=True, gelu=gelu, then=mlp.down)
+    return gated if summed is None else summed
+
+
+def _normed_mlp(
+    layers: Layers, index: int, normed: Normed, hidden: torch.Tensor, then: torch.Tensor | None, first: Weight | None
+) -> tuple[torch.Tensor, Normed | None]:
+    """Add what a dense part makes of rows, with a norm of its own. then: the weight of the norm behind the layer.
+    first: what the rows are multiplied by behind that."""
+    weights = layers.weights[index]
+    assert isinstance(weights.mlp, MlpWeights)
+    _, made = linear(_gated(weights.mlp, normed), weights.mlp.down, norm=weights.mlp_output_norm, eps=layers.eps)
+    assert isinstance(made, Normed)
+    return add_normed(made, hidden, then, layers.eps, scale=weights.output_scale, then=first)
 
 
 def _convolved(

@@ -3,8 +3,8 @@
 All rows of a tile share one pass over the weights, and a row's result does not depend on how many others there are: a
 sum over the depth is cut into parts at places that follow from the matrix alone, each part is summed in order, and then
 the parts are, by the program that holds them all or by the last one to arrive. Tiles of any shape keep that order.
-What comes before and after a product in a layer (the RMSNorm's factor, bias, SwiGLU, residual) happens in the same
-kernel.
+What comes before and after a product in a layer (the RMSNorm's factor, bias, SwiGLU or GeGLU, residual) happens in the
+same kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.codes import Form, form_of, group_sums, packed_sums, wants_sums
-from shard_worker.model.kernels.elementwise import swiglu
+from shard_worker.model.kernels.elementwise import gated, geglu, swiglu
 from shard_worker.model.kernels.heads import Heads, finish_heads
 from shard_worker.model.kernels.sums import row_sums
 from shard_worker.weights.tiled import TiledWeight
@@ -150,12 +150,12 @@ def _finish(
     block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
-    THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
+    RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, the next norm's beginning, and
-    sums for the next product."""
+    """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU or GeGLU, residual, the next norm's
+    beginning, and sums for the next product."""
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
     at = ms[:, None] * width + ns[None, :]
     kind = out.dtype.element_ty
@@ -170,7 +170,7 @@ def _finish(
     if BIASED:
         acc += tl.load(bias + ns, mask=ns < width, other=0.0).to(tl.float32)[None, :]
     if PAIRED:
-        acc = acc / (1.0 + tl.exp(-acc)) * other
+        acc = gated(acc, other, GELU)
     if ADDED:
         # Rounded before it is added, as a product of its own would be.
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
@@ -211,9 +211,9 @@ def _product(
     SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
-    THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
+    RING: tl.constexpr, FLOAT8: tl.constexpr,
     PRECISION: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
@@ -293,8 +293,8 @@ def _product(
         _finish(
             total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
             sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS,
-            BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, SUMMED, HEADS, KV_HEADS, DIM, ROTARY,
-            STRIDE, LINE, PAGE, RING, FLOAT8,
+            BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, GELU, THEN, SUMMED, HEADS, KV_HEADS, DIM,
+            ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         last, total, other_total = sum_of_parts(
@@ -304,7 +304,7 @@ def _product(
             _finish(
                 total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
                 sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
-                BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, SUMMED, HEADS,
+                BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, GELU, THEN, SUMMED, HEADS,
                 KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
             )  # fmt: skip
 
@@ -323,6 +323,7 @@ class _Around:
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     paired: bool
+    gelu: bool
     norm: torch.Tensor | None
     eps: float
     heads: Heads | None
@@ -336,6 +337,7 @@ def linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     paired: bool = False,
+    gelu: bool = False,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     heads: Heads | None = None,
@@ -346,19 +348,20 @@ def linear(
     """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into what follows.
 
     bias: [width]. residual: [n, width], added at the end. paired: weight is [2 * width, depth], and the result is
-    silu(first half) * second half. norm: float32 [width], of the RMSNorm that the result goes through next. heads: the
-    result is queries (and gates), [n, heads.shape.stride]; keys and values go into the session's pages. eps: of either
-    norm that comes after the product. then: what the rows are multiplied by next, where that is known: they are given
-    with the sums that it wants. out: memory for the result, where it is not to have its own. config: how the product is
-    cut, None for what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual
-    and no norm.
+    silu(first half) * second half. gelu: with GELU in its place, in tanh's form. norm: float32 [width], of the RMSNorm
+    that the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and
+    values go into the session's pages. eps: of either norm that comes after the product. then: what the rows are
+    multiplied by next, where that is known: they are given with the sums that it wants. out: memory for the result,
+    where it is not to have its own. config: how the product is cut, None for what `choose` says. A weight whose parts
+    have unlike forms takes a launch for each; it has no residual and no norm.
     """
     source = x.scaled if isinstance(x, Normed) else x.rows if isinstance(x, Summed) else x
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     rows, total = len(source), row_count(weight)
     if paired and len(parts) > 1:
         # Gates and ups have unlike forms: they meet behind the products.
-        return swiglu(linear(x, weight, bias=bias, eps=eps)[0]), None
+        gate = geglu if gelu else swiglu
+        return gate(linear(x, weight, bias=bias, eps=eps)[0]), None
     width = total // 2 if paired else total
     stride = width if heads is None else heads.shape.stride
     out = torch.empty((rows, stride), dtype=source.dtype, device=source.device) if out is None else out
@@ -377,7 +380,7 @@ def linear(
     if sums is None and any(isinstance(part, Weight) and wants_sums(part) for part in parts):
         sums = group_sums(source, SQUARES_WIDTH)
     around = _Around(
-        source, x if isinstance(x, Normed) else None, sums, bias, residual, paired, norm, eps, heads, following
+        source, x if isinstance(x, Normed) else None, sums, bias, residual, paired, gelu, norm, eps, heads, following
     )
     first = 0
     for part in parts:
@@ -436,8 +439,8 @@ def _multiply(
         EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % config.depth == 0, SQUARES=SQUARES_WIDTH,
         NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
         NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),
-        BIASED=bias is not None, ADDED=residual is not None, PAIRED=around.paired, THEN=around.norm is not None,
-        SUMMED=next_sums is not None,
+        BIASED=bias is not None, ADDED=residual is not None, PAIRED=around.paired, GELU=around.gelu,
+        THEN=around.norm is not None, SUMMED=next_sums is not None,
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
         ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, LINE=places.line if places else 0,
         PAGE=shape.page if shape else 0,

@@ -9,8 +9,8 @@ import torch
 
 from services.model.config import Activation, ClampedSwiGlu, ModelConfig
 from shard_worker.model.layer_weights import LayerTensors, MlpWeights
-from shard_worker.model.rows import Rows
-from shard_worker.ops.activation import clamped_swiglu, geglu, swiglu
+from shard_worker.model.rows import PLAIN, Rows
+from shard_worker.ops.activation import clamped_swiglu
 from shard_worker.weights.weight import concatenate
 
 
@@ -35,10 +35,11 @@ def run(
 
 def gated(weights: MlpWeights, gate_up: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
     """Return what `down` takes, [n, mlp], of the products with `gate_up`, [n, 2 * mlp]. rows: as of `run`."""
-    gate = swiglu if rows is None else rows.operations.swiglu
+    operations = PLAIN if rows is None else rows.operations
+    gate = operations.swiglu
     if isinstance(weights.activation, ClampedSwiGlu):
         limit, alpha = weights.activation.limit, weights.activation.alpha
         gate = functools.partial(clamped_swiglu, limit=limit, alpha=alpha)
     elif weights.activation is Activation.GELU_TANH:
-        gate = geglu
+        gate = operations.geglu
     return gate(gate_up) if rows is None else rows.each(gate, gate_up)

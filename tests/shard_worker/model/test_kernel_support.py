@@ -84,22 +84,23 @@ def test_heads_of_other_sizes_are_named(pretend: Pretend, sizes: list[int]) -> N
 
 
 def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> None:
-    """Experts that are not dense, as those in a CPU's blocks, biases, and layers of Gemma: plain torch computes
-    them."""
-    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "laguna", "gemma3")
+    """Experts that are not dense, as those in a CPU's blocks, biases, and what only some of Gemma's layers have: plain
+    torch computes them."""
+    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "laguna", "gemma4-experts", "gemma4-inputs")
     layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
-    for name in ("qwen3_moe", "glm4_moe", "laguna"):
+    for name in ("qwen3_moe", "glm4_moe", "laguna", "gemma3"):
         layers.append(load_stage(tiny.path(name), (0, 2), dtype="float16").segments[0].weights)
     device = pretend(nvidia(9, 0))
     with structlog.testing.capture_logs() as logs:
         found = [have_layers(device, one) for one in layers]
-    assert found == [True, *[False] * 6, *[True] * 3]
+    assert found == [True, *[False] * 7, *[True] * 4]
     assert [event["why"] for event in logs] == [
         f"there are none for {what}; plain torch serves, slower"
         for what in (
             "biases in SwiGLU",
             "experts that are in memory in unlike forms",
-            "norms of what sublayers make",
+            "experts beside a dense part",
+            "per-layer embeddings",
         )
     ]
 

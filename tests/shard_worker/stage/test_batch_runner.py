@@ -21,7 +21,17 @@ from tests.shard_worker.tiny import Tiny, ids, load_stage
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ("qwen3", "qwen3-sliding", "qwen3_5-ratio-3", "qwen3_moe", "qwen3_next", "gpt_oss", "glm4_moe", "laguna")
+NAMES = (
+    "qwen3",
+    "qwen3-sliding",
+    "qwen3_5-ratio-3",
+    "qwen3_moe",
+    "qwen3_next",
+    "gpt_oss",
+    "glm4_moe",
+    "laguna",
+    "gemma3",
+)
 
 
 @dataclass

@@ -34,6 +34,7 @@ NAMES = (
     "gpt_oss",
     "glm4_moe",
     "laguna",
+    "gemma3",
 )
 Load = Callable[..., Stage]
 

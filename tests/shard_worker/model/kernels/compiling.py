@@ -36,6 +36,7 @@ from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
+from shard_worker.weights.scaled_rows import ScaledRows
 from shard_worker.weights.tiled import TILE_ROWS, TiledNumbers, TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, Weight
 from tests.shard_worker.tiny import AS_GPU, ignore_progress
@@ -151,6 +152,22 @@ LAGUNA: dict[str, Any] = {
     "moe_router_logit_softcapping": 30.0,
 }
 
+GEMMA3_27B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 1024,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 168,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+}
+
 
 def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
     """A DFlash draft for a target, as those that are published are shaped."""
@@ -248,6 +265,7 @@ CASES = {
     "30b-a3b": Case(*_30B_A3B, "bfloat16", batches=(16, 512)),
     "laguna": Case(LAGUNA, _draft(LAGUNA, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16,)),
     "llama": Case(_LLAMA, _draft(_LLAMA, ["full_attention"]), "bfloat16", rows=(16,), batches=(16,)),
+    "gemma3": Case(GEMMA3_27B, _draft(GEMMA3_27B, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16, 128)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
 }
@@ -440,7 +458,7 @@ class Recorder:
         """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
         from shard_worker.stage.batch_runner import MAX_SESSIONS
 
-        head, embedding = stage.head, stage.embedding.tensor
+        head, embedding = stage.head, _dense(stage.embedding)
         self._preparing = True
         stage.prepare()
         chosen = DraftHead(head.weight, chooser=draft.chooser)
@@ -458,7 +476,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     from shard_worker.model.features import Features
     from shard_worker.stage.batch_runner import BatchRunner, SessionTokens
 
-    [runner], embedding = stage.runners, stage.embedding.tensor
+    [runner], embedding = stage.runners, _dense(stage.embedding)
     state = stage.allocate(512, 64)
     for rows in case.rows:
         uncommitted = rows > 1
@@ -489,6 +507,12 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     for rows in (17, 130, 256):
         hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
         stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
+
+
+def _dense(embedding: Any) -> torch.Tensor:
+    """The matrix of an embedding whose rows may be scaled."""
+    matrix: torch.Tensor = (embedding.rows if isinstance(embedding, ScaledRows) else embedding).tensor
+    return matrix
 
 
 def _tiled_for(driver: PretendedDriver) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels for many rows against plain torch: norms, SwiGLU, and recurrent layers in chunks."""
+"""Kernels for many rows against plain torch: norms, SwiGLU, GeGLU, and recurrent layers in chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHERE = device().torch_device
 
 
 @pytest.mark.parametrize("width", [64, 200, 5120])
-def test_norm_and_swiglu_are_those_of_plain_torch(width: int) -> None:
+def test_norm_and_gates_are_those_of_plain_torch(width: int) -> None:
     """In 16 bits, within a rounding; widths that are no power of two too."""
     from shard_worker.model.kernels import elementwise
 
@@ -39,13 +39,14 @@ def test_norm_and_swiglu_are_those_of_plain_torch(width: int) -> None:
     close = {"rtol": 2e-2, "atol": 1e-2}
     torch.testing.assert_close(elementwise.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), **close)
     torch.testing.assert_close(elementwise.swiglu(x), F.silu(gate) * up, **close)
+    torch.testing.assert_close(elementwise.geglu(x), F.gelu(gate, approximate="tanh") * up, **close)
 
 
 def by_kernels() -> RowOperations:
     """All of a step's operations by kernels."""
     from shard_worker.model.kernels import delta_prefill, elementwise
 
-    return RowOperations(elementwise.rms_norm, elementwise.swiglu, delta_prefill.run_layer)
+    return RowOperations(elementwise.rms_norm, elementwise.swiglu, elementwise.geglu, delta_prefill.run_layer)
 
 
 def layer(shape: LinearAttentionConfig, hidden: int) -> LinearAttentionWeights:

@@ -15,11 +15,20 @@ WIDTH, DEPTH, EPS = 80, 2048, 1e-6
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-@pytest.mark.parametrize("rows", [16, 17, 64, *([128, 200, 256, 512] if ON_GPU else [])])
-@pytest.mark.parametrize("kind", ["added", "paired"])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        *(
+            (kind, rows)
+            for kind in ("added", "paired")
+            for rows in (16, 17, 64, *((128, 200, 256, 512) if ON_GPU else ()))
+        ),
+        *(("gelu", rows) for rows in ((16, 512) if ON_GPU else (16,))),
+    ],
+)
 @torch.inference_mode()
-def test_a_product_is_the_same_alone_and_among_others(rows: int, kind: str, dtype: torch.dtype) -> None:
-    """With a residual and the norm that follows, and with SwiGLU: near the dense one, and to the same bits."""
+def test_a_product_is_the_same_alone_and_among_others(kind: str, rows: int, dtype: torch.dtype) -> None:
+    """With a residual and the norm that follows, with SwiGLU or GeGLU: near the dense one, and to the same bits."""
     from shard_worker.device.devices import kernel_target
     from shard_worker.model.kernels.matmul import choose, linear
 
@@ -28,16 +37,16 @@ def test_a_product_is_the_same_alone_and_among_others(rows: int, kind: str, dtyp
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(on, dtype)
 
-    paired = kind == "paired"
+    paired, gelu = kind != "added", kind == "gelu"
     assert choose(WIDTH, DEPTH, paired, None, dtype.itemsize, kernel_target(on)).split > 1
     x, weight = random(rows, DEPTH), random(WIDTH * (2 if paired else 1), DEPTH, scale=DEPTH**-0.5)
     residual, norm = (None, None) if paired else (random(rows, WIDTH), torch.rand(WIDTH, device=on) + 0.5)
-    together, behind = linear(x, weight, paired=paired, residual=residual, norm=norm, eps=EPS)
+    together, behind = linear(x, weight, paired=paired, gelu=gelu, residual=residual, norm=norm, eps=EPS)
 
     product = F.linear(x.double(), weight.double())
     if residual is None:
         gate, up = product.chunk(2, -1)
-        expected = F.silu(gate) * up
+        expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     else:
         expected = product + residual.double()
     near = 1e-5 if dtype is torch.float32 else 1e-2
@@ -48,7 +57,7 @@ def test_a_product_is_the_same_alone_and_among_others(rows: int, kind: str, dtyp
     if ON_GPU:
         for row in range(rows):
             own = None if residual is None else residual[row : row + 1]
-            one, after = linear(x[row : row + 1], weight, paired=paired, residual=own, norm=norm, eps=EPS)
+            one, after = linear(x[row : row + 1], weight, paired=paired, gelu=gelu, residual=own, norm=norm, eps=EPS)
             assert torch.equal(one[0], together[row])
             if after is not None and behind is not None:
                 assert torch.equal(after.squares[0], behind.squares[row])
