@@ -60,33 +60,38 @@ def observe_accepted(survival: list[float], draft_tokens: int, accepted: int, we
 @dataclass(frozen=True, slots=True)
 class BatchTaken:
     """What a step of an answer was computed in: of how many sessions, how many draft tokens of all of them were
-    verified, and how long it took with the draft's next blocks."""
+    verified, how long it took with the draft model's next blocks, and whether it was asked for some."""
 
     sessions: int
     draft_tokens: int
     seconds: float
+    proposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
     """What draft tokens cost, by how many of them each step of an answer verifies.
 
-    seconds: of a batch in which all verify so many. rate: the most tokens that a batch gets in a second. more: seconds
-    that one answer's draft tokens take of all.
+    seconds: of a batch in which all verify so many of the draft model's. looked_up: the same of tokens that were looked
+    up, while no draft model is asked for any. rate: the most tokens that a batch gets in a second. more: seconds that
+    one answer's draft tokens take of all.
     """
 
     seconds: dict[int, float]
+    looked_up: dict[int, float]
     rate: float
     more: dict[int, float]
 
 
 @dataclass(slots=True)
 class _Measured:
-    """The moving averages of batches of about one size. steps: how many answers' steps were in them."""
+    """The moving averages of batches of about one size. proposed: whether the draft model was asked for blocks with
+    them. steps: how many answers' steps were in them."""
 
     sessions: float
     draft_tokens: float
     seconds: float
+    proposed: bool
     steps: int = 0
 
     def add(self, batch: BatchTaken) -> None:
@@ -109,8 +114,9 @@ class BatchCosts:
     def __init__(self) -> None:
         self._now: dict[Hashable, int] = {}
         """How many draft tokens the last step of each answer that has begun verified."""
-        self._measured: dict[tuple[int, int], _Measured] = {}
-        """By powers of two of sessions and of the mean number of their draft tokens, without any as -1."""
+        self._measured: dict[tuple[int, int, bool], _Measured] = {}
+        """By powers of two of sessions and of the mean number of their draft tokens, without any as -1; and by whether
+        the draft model was asked for blocks with them."""
         self._batched_share = 1.0
         """The moving average of which share of the answers a batch has steps of."""
         self._prices: _Prices | None = None
@@ -151,23 +157,32 @@ class BatchCosts:
         """Forget an answer that is not decoded any more."""
         self._now.pop(answer, None)
 
-    def observe(self, answer: Hashable, draft_tokens: int, seconds: float, batch: BatchTaken | None = None) -> None:
+    def observe(
+        self,
+        answer: Hashable,
+        draft_tokens: int,
+        seconds: float,
+        batch: BatchTaken | None = None,
+        *,
+        proposed: bool = False,
+    ) -> None:
         """Record a step of an answer.
 
         draft_tokens: how many it verified. seconds: how long it took, from one to the next. batch: what it was computed
-        in, None where that is not known, so that among others nothing can be learnt from it.
+        in, None where that is not known, so that among others nothing can be learnt from it. proposed: whether the
+        draft model was asked for its next block with it.
         """
         self._now[answer] = draft_tokens
         if batch is None:
             if self.shared:
                 return
-            batch = BatchTaken(1, draft_tokens, seconds)
+            batch = BatchTaken(1, draft_tokens, seconds, proposed)
         self._observed += 1
         share = min(1.0, batch.sessions / len(self._now))
         self._batched_share += SMOOTHING / len(self._now) * (share - self._batched_share)
-        place = _place(batch.sessions, batch.draft_tokens)
+        place = _place(batch.sessions, batch.draft_tokens, proposed=batch.proposed)
         if place not in self._measured:
-            self._measured[place] = _Measured(batch.sessions, batch.draft_tokens, batch.seconds)
+            self._measured[place] = _Measured(batch.sessions, batch.draft_tokens, batch.seconds, batch.proposed)
             self._prices = None
         self._measured[place].add(batch)
 
@@ -179,19 +194,23 @@ class BatchCosts:
             self._beginnings += 1
             observe_accepted(self.beginning, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._beginnings))
 
-    def values(self, expected: Sequence[float], lengths: Sequence[int]) -> list[float] | None:
+    def values(
+        self, expected: Sequence[float], lengths: Sequence[int], *, looked_up: bool = False
+    ) -> list[float] | None:
         """Return what steps of an answer are worth by how many draft tokens they verify, None where nothing tells what
         they cost.
 
-        expected: how many tokens a step with each of `lengths`, which come in any order, produces on average. The worth
-        is that in tokens a second where it is decoded alone. Among others it is the tokens less those that all could
-        have had in the time that its draft tokens take.
+        expected: how many tokens a step with each of `lengths`, which come in any order, produces on average.
+        looked_up: whether its draft tokens are looked up, and the draft model may be left alone meanwhile. The worth is
+        that in tokens a second where it is decoded alone. Among others it is the tokens less those that all could have
+        had in the time that its draft tokens take.
         """
         prices = self._prices_of(lengths)
         if prices is None:
             return None
         if not self.shared:
-            return [tokens / prices.seconds[length] for tokens, length in zip(expected, lengths, strict=True)]
+            seconds = prices.looked_up if looked_up else prices.seconds
+            return [tokens / seconds[length] for tokens, length in zip(expected, lengths, strict=True)]
         return [tokens - prices.rate * prices.more[length] for tokens, length in zip(expected, lengths, strict=True)]
 
     def least_tokens(self, draft_tokens: int, plan: Sequence[int]) -> float | None:
@@ -203,6 +222,21 @@ class BatchCosts:
         if not self.shared:
             return prices.seconds[draft_tokens] / prices.seconds[0]
         return 1 + prices.rate * prices.more[draft_tokens]
+
+    def pays_to_propose(self, chance: float, expected: float, draft_tokens: int) -> bool:
+        """Return whether the draft model should be asked for its next block with a step of an answer that verifies
+        tokens which were looked up.
+
+        chance: that all of them are right, so that the next step verifies such tokens as well, and the block is of no
+        use. Where one is wrong and there is no block, a plain step comes before it. expected: how many tokens a step
+        with the block's `draft_tokens` produces on average.
+        """
+        prices = self._prices_of([draft_tokens])
+        if prices is None or self.shared:
+            return True
+        seconds = prices.seconds[draft_tokens]
+        proposing = seconds - prices.looked_up[draft_tokens]
+        return (1 - chance) * (prices.seconds[0] - seconds / expected) > chance * proposing
 
     def _prices_of(self, lengths: Collection[int]) -> _Prices | None:
         """Return what draft tokens cost now; None where it was not measured yet with draft tokens and without."""
@@ -217,7 +251,12 @@ class BatchCosts:
     def _looked_for(self, lengths: Iterable[int]) -> _Prices:
         lengths = sorted({0, *lengths})
         sessions = self._batched
-        seconds = self._rising(sessions, {length: sessions * length for length in lengths})
+        tokens = {length: sessions * length for length in lengths}
+        seconds = self._rising(sessions, tokens)
+        # Where the two were not told apart, what is looked up costs no more than the draft model's.
+        looked_up = {
+            length: min(seconds[length], one) for length, one in self._rising(sessions, tokens, proposed=False).items()
+        }
         rates = {length: sessions * expected_tokens(self.survival, length) / seconds[length] for length in lengths}
         best = max(rates, key=rates.__getitem__)
         if best:
@@ -228,45 +267,64 @@ class BatchCosts:
             others = sum(self._now.values()) * sessions / max(1, len(self._now))
             beside = self._rising(sessions, {length: others + length for length in lengths})
             more = {length: beside[length] - beside[0] for length in lengths}
-        return _Prices(seconds, rates[best], more)
+        return _Prices(seconds, looked_up, rates[best], more)
 
-    def _rising(self, sessions: float, draft_tokens: dict[int, float]) -> dict[int, float]:
+    def _rising(self, sessions: float, draft_tokens: dict[int, float], *, proposed: bool = True) -> dict[int, float]:
         """Return the seconds of batches of so many sessions by the number of draft tokens of all of them: more never
-        take less time, whatever was measured while something else was computed too."""
+        take less time, whatever was measured while something else was computed too. proposed: whether the draft model
+        is asked for blocks where there are any."""
         rising, seconds = 0.0, {}
         for length, tokens in draft_tokens.items():
-            rising = max(rising, _predicted(self._measured.values(), sessions, tokens))
+            asked = proposed and tokens > 0
+            rising = max(rising, _predicted(self._measured.values(), sessions, tokens, proposed=asked))
             seconds[length] = rising
         return seconds
 
 
-def _place(sessions: float, draft_tokens: float) -> tuple[int, int]:
+def _place(sessions: float, draft_tokens: float, *, proposed: bool = False) -> tuple[int, int, bool]:
     """Return what is equal for batches of about one size."""
     mean = draft_tokens / sessions
-    return round(math.log2(sessions)), -1 if not draft_tokens else max(0, math.ceil(math.log2(max(mean, 1 / 16)) + 4))
+    size = -1 if not draft_tokens else max(0, math.ceil(math.log2(max(mean, 1 / 16)) + 4))
+    return round(math.log2(sessions)), size, proposed
 
 
-def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: float) -> float:
-    """Return the seconds of a batch: a constant, something for each session, something for each draft token, and
-    something for any, since the first one calls the draft: as it fits what was measured best, the more the nearer that
-    is. None of them is negative; where too little was measured to tell them apart some are left out."""
+_CHOSEN = (
+    (0, 1, 2, 3, 4),
+    (0, 2, 3, 4),
+    (0, 1, 2, 4),
+    (0, 1, 2, 3),
+    (0, 2, 4),
+    (0, 2, 3),
+    (0, 1, 2),
+    (0, 2),
+    (0, 1),
+    (0,),
+)
+"""Which of a batch's parts its seconds are fitted to, as many as what was measured tells apart."""
+
+
+def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: float, *, proposed: bool) -> float:
+    """Return the seconds of a batch: a constant, something for each session, something for each draft token, something
+    for any, and something where the draft model is asked for blocks: as it fits what was measured best, the more the
+    nearer that is. None of them is negative; where too little was measured to tell them apart some are left out."""
     samples = []
     rows = draft_tokens / sessions + 1
     for one in measured:
         wider = (one.draft_tokens / one.sessions + 1) / rows
         far = abs(math.log2(one.sessions / sessions)) + abs(math.log2(wider))
         # By what share of it a time is missed counts, not by how much.
-        samples.append((_parts(one.sessions, one.draft_tokens), one.seconds, 1 / (one.seconds**2 * (1 + FAR * far**2))))
-    at = _parts(sessions, draft_tokens)
-    for chosen in ((0, 1, 2, 3), (0, 2, 3), (0, 1, 2), (0, 2), (0, 1), (0,)):
+        parts = _parts(one.sessions, one.draft_tokens, proposed=one.proposed)
+        samples.append((parts, one.seconds, 1 / (one.seconds**2 * (1 + FAR * far**2))))
+    at = _parts(sessions, draft_tokens, proposed=proposed)
+    for chosen in _CHOSEN:
         fitted = _fitted([(tuple(x[part] for part in chosen), y, weight) for x, y, weight in samples])
         if fitted is not None and all(one >= 0 for one in fitted):
             return sum(share * at[part] for share, part in zip(fitted, chosen, strict=True))
     return min(seconds for _, seconds, _ in samples)
 
 
-def _parts(sessions: float, draft_tokens: float) -> tuple[float, ...]:
-    return 1.0, sessions, draft_tokens, float(draft_tokens > 0)
+def _parts(sessions: float, draft_tokens: float, *, proposed: bool) -> tuple[float, ...]:
+    return 1.0, sessions, draft_tokens, float(draft_tokens > 0), float(proposed)
 
 
 def _fitted(samples: Sequence[tuple[tuple[float, ...], float, float]]) -> list[float] | None:

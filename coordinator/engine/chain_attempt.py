@@ -275,7 +275,7 @@ class ChainAttempt:
         if not self._following:
             if self._prefix is not None and self._prefix.checkpoint_due(self._length):
                 await self._keep(session, self._length)
-            propose = self._proposing = self._proposal_length(verifying=bool(draft_tokens) and not looked_up)
+            propose = self._proposing = self._proposal_length(verifying=bool(draft_tokens), looked_up=len(looked_up))
             sent_ns = time.monotonic_ns()
             more = 0 if looked_up else self._more(len(draft_tokens), propose)
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
@@ -298,7 +298,9 @@ class ChainAttempt:
         self._step_s = max(1e-9, elapsed_ns / 1e9)
         drafted_ns = state.times.draft_ns - drafted_ns
         batch = batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None
-        state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch, looked_up=bool(looked_up))
+        state.speculation.observe(
+            len(draft_tokens), accepted, elapsed_ns / 1e9, batch, looked_up=bool(looked_up), proposed=bool(propose)
+        )
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns, looked_up=bool(looked_up))
 
     async def _hold(self, session: StageSession, events: AsyncIterator[Event]) -> None:
@@ -347,11 +349,14 @@ class ChainAttempt:
         if self._prefix is not None and (save := await self._prefix.save(tuple(self._sequence[:length]))) is not None:
             await session.save_snapshot(save)
 
-    def _proposal_length(self, *, verifying: bool = False) -> int:
+    def _proposal_length(self, *, verifying: bool = False, looked_up: int = 0) -> int:
         """Return how many draft tokens to ask for; none beyond the context that the draft was made for. verifying: with
-        a step that verifies some of the draft model's."""
+        a step that verifies some; looked_up: of which so many were looked up."""
         state = self._state
-        count = state.speculation.draft_tokens(verifying=verifying)
+        count = state.speculation.draft_tokens(verifying=verifying and not looked_up)
+        if state.lookup is not None and looked_up:
+            # A block is of no use where the next step verifies what is looked up, too.
+            count = count if state.speculation.asks_beside(state.lookup.survival(looked_up)) else 0
         if count and len(self._request.prompt_ids) + len(state.token_ids) + count >= self._draft_reach:
             state.speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
             return 0

@@ -161,12 +161,19 @@ class Speculation:
         least = LOOKUP_GAIN * self._expected(own) if own else 1.0
         expected = {length: expected_tokens(survival, length) for length in lengths_of(len(survival) + 1)}
         longer = [length for length, tokens in expected.items() if length and tokens > least]
-        values = self.costs.values([self._expected(own), *(expected[length] for length in longer)], [own, *longer])
-        if values is None:
+        values = self.costs.values([expected[length] for length in longer], longer, looked_up=True)
+        values_own = self.costs.values([self._expected(own)], [own])
+        if values is None or values_own is None:
             return max((length for length in longer if expected[length] > TRIED_TOKENS_PER_STEP), default=0)
-        worth = dict(zip(longer, values[1:], strict=True))
+        worth = dict(zip(longer, values, strict=True))
         best = max(worth, key=worth.__getitem__, default=0)
-        return best if best and worth[best] > values[0] else 0
+        return best if best and worth[best] > values_own[0] else 0
+
+    def asks_beside(self, survival: Sequence[float]) -> bool:
+        """Return whether to ask the draft model for its next block with a step that verifies tokens which were looked
+        up. survival: how likely each of them is right where those before it are."""
+        own = self.draft_tokens()
+        return bool(own) and self.costs.pays_to_propose(math.prod(survival), self._expected(own), own)
 
     def leave(self) -> None:
         """Say that the request is not decoded any more."""
@@ -191,11 +198,13 @@ class Speculation:
         batch: BatchTaken | None = None,
         *,
         looked_up: bool = False,
+        proposed: bool = False,
     ) -> None:
         """Record a step that verified `draft_tokens`, of which `accepted` were taken.
 
         seconds: how long the step took, with the proposal for the next one. batch: what it was computed in, None
         where that is not known. looked_up: whether they were looked up in the text, and are not the draft model's.
+        proposed: whether the draft model was asked for its next block with it.
         """
         self.steps += 1
         self._produced += accepted + 1
@@ -206,9 +215,9 @@ class Speculation:
         if looked_up:
             # They say nothing of the draft model's next ones.
             self.looked_up += draft_tokens
-            self.costs.observe(id(self), draft_tokens, seconds, batch)
+            self.costs.observe(id(self), draft_tokens, seconds, batch, proposed=proposed)
             return
-        self.costs.observe(id(self), draft_tokens, seconds, batch)
+        self.costs.observe(id(self), draft_tokens, seconds, batch, proposed=proposed)
         if draft_tokens:
             self._drafted_steps += 1
             self.costs.observe_acceptance(draft_tokens, accepted, begins=self._drafted_steps <= BEGINNING_STEPS)

@@ -64,7 +64,9 @@ def batch_taken(commit: Commit, draft_ns: int) -> BatchTaken | None:
         return None
     *others, last = (timing.forward_ns for timing in commit.timings)
     slowest_ns = max([*others, last + draft_ns])
-    return BatchTaken(commit.batch_sessions, max(0, commit.batch_rows - commit.batch_sessions), slowest_ns / 1e9)
+    draft_tokens = max(0, commit.batch_rows - commit.batch_sessions)
+    # Whether the others asked for blocks too is not told; most of those who verify some did.
+    return BatchTaken(commit.batch_sessions, draft_tokens, slowest_ns / 1e9, proposed=draft_tokens > 0)
 
 
 @dataclass(slots=True)

@@ -92,3 +92,26 @@ def test_lengths_of_blocks() -> None:
     assert lengths_of(16) == [0, 1, 3, 7, 15]
     assert lengths_of(4) == [0, 1, 3]
     assert lengths_of(1) == [0]
+
+
+def test_what_is_looked_up_is_not_charged_with_the_draft_model() -> None:
+    """Of the same number of draft tokens, those that were looked up cost what their rows do, without the draft model's
+    next block; and a block that will hardly be used is not worth asking for."""
+    costs = BatchCosts()
+    costs.join("answer")
+    for length, seconds, proposed in ((0, 7.0, False), (15, 17.0, True), (15, 12.0, False)) * 20:
+        costs.observe("answer", length, seconds, proposed=proposed)
+
+    assert costs.values([4.0], [15]) == pytest.approx([4 / 17], rel=0.01)
+    assert costs.values([4.0], [15], looked_up=True) == pytest.approx([4 / 12], rel=0.01)
+    assert [costs.pays_to_propose(chance, 5.0, 15) for chance in (0.0, 0.2, 0.9)] == [True, True, False]
+    # Behind a step without draft tokens a block that wins nothing is not worth it either.
+    assert not costs.pays_to_propose(0.2, 1.0, 15)
+
+
+def test_blocks_are_asked_for_until_it_is_known_what_they_cost() -> None:
+    """Nothing tells yet whether a step that verifies what is looked up should leave the draft model alone."""
+    costs = BatchCosts()
+    costs.join("answer")
+    costs.observe("answer", 15, 17.0, proposed=True)
+    assert costs.pays_to_propose(0.9, 5.0, 15)
