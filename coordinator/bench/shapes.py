@@ -149,6 +149,31 @@ TARGETS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "linear_num_value_heads": 48,
     },
+    "gemma-4-31b": {
+        **{key: value for key, value in _COMMON.items() if key != "hidden_act"},
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+        "vocab_size": 262144,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+        "tie_word_embeddings": True,
+    },
 }
 CAPTURES: Mapping[str, tuple[list[int], int]] = {
     "qwen3-0.6b": ([1, 7, 13, 19, 25], 151669),
@@ -159,6 +184,7 @@ CAPTURES: Mapping[str, tuple[list[int], int]] = {
     "qwen3.5-35b-a3b": ([1, 10, 19, 28, 37], 248070),
     "qwen3.5-9b": ([1, 8, 15, 22, 29], 248070),
     "qwen3.6-27b": ([1, 16, 31, 46, 61], 248070),
+    "gemma-4-31b": ([1, 15, 29, 43, 57], 4),
 }
 """Of each shape's draft: the 0-based target layers whose output it reads, and the id of its mask token."""
 
@@ -169,6 +195,7 @@ def draft_config(shape: str) -> dict[str, Any]:
     layers, mask = CAPTURES[shape]
     sliding = shape == "qwen3.6-27b"
     rope = target.get("rope_parameters", target)
+    rope = rope.get("full_attention", rope)
     return {
         **_COMMON,
         "architectures": ["DFlashDraftModel"],

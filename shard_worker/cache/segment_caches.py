@@ -59,10 +59,9 @@ class SegmentCaches:
         if linear:
             assert config.linear is not None
             recurrent = RecurrentCache(linear, config.linear, block_rows, like, row_by_row=row_by_row)
-        shapes = [config.attention(layer) for layer in _owners(config, layers)]
         caches = [
             AttentionCache(count, kv_heads, capacity, head_dim, like, page_rows, dtype=kv_dtype, pool=pool)
-            for (kv_heads, head_dim), count in Counter((shape.kv_heads, shape.head_dim) for shape in shapes).items()
+            for (kv_heads, head_dim), count in key_extents(config, layers).items()
         ]
         return cls(caches[0] if caches else None, recurrent, tuple(caches[1:]))
 
@@ -104,6 +103,12 @@ class SegmentCaches:
         """Let the first `rows` rows of the block in flight count. Attention needs nothing: length decides there."""
         if self.recurrent is not None:
             self.recurrent.commit(rows)
+
+
+def key_extents(config: ModelConfig, layers: LayerRange) -> Counter[tuple[int, int]]:
+    """Return how many layers have each of the attention caches, by its key heads and the elements of each, in order."""
+    shapes = [config.attention(layer) for layer in _owners(config, layers)]
+    return Counter((shape.kv_heads, shape.head_dim) for shape in shapes)
 
 
 def slots_of(config: ModelConfig, layers: LayerRange) -> tuple[int, ...]:

@@ -19,17 +19,29 @@ from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
 log = structlog.get_logger()
 
+_WIDEST = 256
+"""Numbers of the widest heads of drafts and of recurrent layers."""
+
 
 def can_run(device: Device, head_sizes: Sequence[int]) -> bool:
     """Return whether kernels run on a device for heads of these sizes; else plain torch serves, and the log says why.
 
     They need a GPU that Triton has matrix instructions for, and heads whose size is a power of two.
     """
-    return _runs(device, tuple(head_sizes))
+    return _runs(device, tuple(head_sizes), _WIDEST)
+
+
+def can_run_model(device: Device, config: ModelConfig) -> bool:
+    """Return whether kernels run on a device for all kinds of heads that a target has, as `can_run` does. Its attention
+    may have wider ones than recurrent layers."""
+    linear = config.linear
+    recurrent = () if linear is None else (linear.key_head_dim, linear.value_head_dim)
+    attending = dict.fromkeys(shape.head_dim for shape in config.attention_shapes.values())
+    return _runs(device, tuple(attending), 2 * _WIDEST) and _runs(device, recurrent, _WIDEST)
 
 
 @functools.cache
-def _runs(device: Device, head_sizes: tuple[int, ...]) -> bool:
+def _runs(device: Device, head_sizes: tuple[int, ...], widest: int) -> bool:
     """Do as `can_run` says, and log what is missing once."""
     target = devices.kernel_target(device.torch_device)
     if target is None:
@@ -37,8 +49,9 @@ def _runs(device: Device, head_sizes: tuple[int, ...]) -> bool:
     lack = target.lack
     if importlib.util.find_spec("triton") is None:
         lack = "Triton is not installed"
-    elif odd := [size for size in head_sizes if not (16 <= size <= 256 and size & (size - 1) == 0)]:
-        lack = f"heads have {odd[0]} numbers, and 16, 32, 64, 128 or 256 are needed"
+    elif odd := [size for size in head_sizes if not (16 <= size <= widest and size & (size - 1) == 0)]:
+        accepted = [str(size) for size in (16, 32, 64, 128, 256, 512) if size <= widest]
+        lack = f"heads have {odd[0]} numbers, and {', '.join(accepted[:-1])} or {accepted[-1]} are needed"
     if lack is not None:
         log.warning("kernels.unavailable", device=device.name, architecture=target.architecture, why=lack)
     return lack is None
@@ -114,7 +127,7 @@ def _log_unread(device: Device, lack: str) -> None:
 
 def can_prefill(device: Device, config: ModelConfig) -> bool:
     """Return whether kernels take many rows through recurrent layers there, which needs much shared memory."""
-    if config.linear is None or not can_run(device, head_sizes(config)):
+    if config.linear is None or not can_run_model(device, config):
         return False
     from shard_worker.model.kernels.delta_prefill import choose
 
@@ -131,10 +144,3 @@ def check_float8(device: Device, *, kernels: bool) -> None:
             reason="KV_DTYPE_UNSUPPORTED",
             field="kv_dtype",
         )
-
-
-def head_sizes(config: ModelConfig) -> list[int]:
-    """Return the sizes of all kinds of heads that a model has."""
-    linear = config.linear
-    dims = dict.fromkeys(shape.head_dim for shape in config.attention_shapes.values())
-    return [*dims, *([] if linear is None else [linear.key_head_dim, linear.value_head_dim])]

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
-from shard_worker.stage.kernel_layers import kernel_layers
+from shard_worker.stage.kernel_layers import kernel_layers, page_count
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, StepOutput, Variant
 from shard_worker.stage.step_runner import launch
@@ -66,9 +65,13 @@ class BatchRunner:
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
         self._longest = config.max_position
-        pages = -(-config.max_position // PAGE_ROWS) + 1
         self._parameters = StepParameters(
-            device, pages, rows=ROW_COUNTS[-1], sessions=MAX_SESSIONS, twins=_STEPS_LAUNCHED
+            device,
+            page_count(config),
+            rows=ROW_COUNTS[-1],
+            sessions=MAX_SESSIONS,
+            caches=segment.attention_caches,
+            twins=_STEPS_LAUNCHED,
         )
         self._committing = StepParameters(device, 0, rows=1, sessions=MAX_SESSIONS)
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
@@ -218,6 +221,7 @@ class BatchRunner:
                 first_sum=first_sum,
                 behind=session.behind,
                 attention=session.caches.attention,
+                others=session.caches.others,
                 recurrent=session.caches.recurrent,
             )
             first_row += rows

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.model.config import LayerKind
+from services.model.config import LayerKind, ModelConfig
 from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.cache.segment_caches import key_extents
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.segment import Segment
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels import decoder
+
+
+def page_count(config: ModelConfig) -> int:
+    """Return how many pages of a cache a session may have."""
+    return -(-config.max_position // PAGE_ROWS) + 1
 
 
 def kernel_layers(segment: Segment) -> decoder.Layers:
@@ -20,6 +26,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
 
     config = segment.config
     kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
+    caches = [*key_extents(config, segment.layers)]
     heads = [
         HeadShape(
             heads=one.mixer.shape.heads,
@@ -30,6 +37,10 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
             window=one.mixer.shape.window or 0,
             gated=one.mixer.gated,
             float8=segment.kv_dtype is not None,
+            pages=page_count(config) * caches.index((one.mixer.shape.kv_heads, one.mixer.shape.head_dim)),
+            value_norm=one.mixer.value_norm is not None,
+            keys_as_values=one.mixer.shape.keys_as_values,
+            shares=one.mixer.shares,
         )
         if isinstance(one.mixer, AttentionWeights)
         else None

@@ -32,7 +32,7 @@ from shard_worker.device.devices import HOST, Device, check_room, free_bytes
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
-from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
+from shard_worker.model.kernel_support import can_prefill, can_run_model, check_float8
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, LoadedWhenAsked, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.per_layer import PerLayerInputs
@@ -186,7 +186,7 @@ class StageLoader:
         """
         if self._kv_dtype is not None:
             for device in devices:
-                check_float8(device, kernels=can_run(device, head_sizes(self.config)))
+                check_float8(device, kernels=can_run_model(device, self.config))
         for device, needed in self._bytes_of(devices, held).items():
             check_room(device, needed, f"the weights of layers {self._layers}")
         self._check_host(devices, held)
@@ -455,7 +455,7 @@ def _each_layer(layers: LayerRange, load: Callable[[int], T], *, by_cpu: bool) -
 
 def row_operations(device: Device, config: ModelConfig) -> RowOperations:
     """Return what suits a device: kernels where they run, plain torch elsewhere."""
-    if not can_run(device, head_sizes(config)):
+    if not can_run_model(device, config):
         return PLAIN
     # Only where kernels can run is Triton installed.
     from shard_worker.model.kernels import delta_prefill, elementwise

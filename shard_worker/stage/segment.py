@@ -15,7 +15,7 @@ from services.model.rope import Rope
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
-from shard_worker.cache.segment_caches import SegmentCaches, slots_of, state_groups
+from shard_worker.cache.segment_caches import SegmentCaches, key_extents, slots_of, state_groups
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
@@ -59,6 +59,11 @@ class Segment:
     def attention_shapes(self) -> frozenset[AttentionShape]:
         """All ways in which layers attend here."""
         return frozenset(shape for layer, shape in self.config.attention_shapes.items() if layer in self.layers)
+
+    @property
+    def attention_caches(self) -> int:
+        """How many attention caches a session has here."""
+        return len(key_extents(self.config, self.layers))
 
     @property
     def session_tokens(self) -> int | None:

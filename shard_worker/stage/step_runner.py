@@ -20,9 +20,9 @@ from shard_worker.device.dtypes import OnHost, bytes_of
 from shard_worker.device.stream_gate import StreamGate
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
-from shard_worker.model.kernel_support import can_read, can_run, have_layers, head_sizes
+from shard_worker.model.kernel_support import can_read, can_run_model, have_layers
 from shard_worker.model.layer_weights import DecoderWeights, matrices_of
-from shard_worker.stage.kernel_layers import kernel_layers
+from shard_worker.stage.kernel_layers import kernel_layers, page_count
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, Prelaunched, Released, StepOutput, StepRows, Variant
 from shard_worker.weights.weight import RowLookup
@@ -47,7 +47,9 @@ class StepRunner:
         self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
-        self._parameters = StepParameters(device, -(-config.max_position // PAGE_ROWS) + 1, rows=ROW_COUNTS[-1])
+        self._parameters = StepParameters(
+            device, page_count(config), rows=ROW_COUNTS[-1], caches=segment.attention_caches
+        )
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
@@ -174,7 +176,7 @@ class StepRunner:
         return True
 
     def _fill(self, caches: SegmentCaches) -> None:
-        self._parameters.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+        self._parameters.fill(0, 0, attention=caches.attention, others=caches.others, recurrent=caches.recurrent)
         self._filled_caches = weakref.ref(caches)
 
     def _set_rows(self, rows: StepRows) -> None:
@@ -372,10 +374,10 @@ def launch(
 def make_runner(segment: Segment, embedding: RowLookup | None, head: Head | None, *, graphs: bool) -> StepRunner | None:
     """Return a runner of a segment's steps.
 
-    Returns None where plain torch has to do, as `can_run`, `have_layers` and `can_read` say.
+    Returns None where plain torch has to do, as `can_run_model`, `have_layers` and `can_read` say.
     """
     are_decoders = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
-    if not are_decoders or not can_run(segment.device, head_sizes(segment.config)):
+    if not are_decoders or not can_run_model(segment.device, segment.config):
         return None
     if not have_layers(segment.device, segment.weights):
         return None

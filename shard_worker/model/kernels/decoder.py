@@ -1,7 +1,8 @@
 """Decoder layers with kernels: what `layers.decoder` does, for a few rows whose position is data on the device.
 
 Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts, one where heads
-have gates, and two where what sublayers make has norms. Every product also does what lies between it and the next one.
+have gates or are wider than a tile, and two where what sublayers make has norms. Every product also does what lies
+between it and the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from services.model.rope import Rope
 from shard_worker.model.kernels import deltanet, experts
 from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.block_convolution import convolve
-from shard_worker.model.kernels.heads import Heads, HeadShape
+from shard_worker.model.kernels.heads import WIDEST_TILE, Heads, HeadShape, finish_apart
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 from shard_worker.model.kernels.output_norm import add_normed
 from shard_worker.model.kernels.step_parameters import Places
@@ -195,7 +196,11 @@ def _mix(
         shape = layers.heads[index]
         assert shape is not None
         heads = Heads(shape, mixer.qk_norm, *ropes[mixer.shape.rope], places, slot)
-        queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
+        if shape.dim > WIDEST_TILE:
+            projected, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias)
+            queries = finish_apart(heads, projected, layers.eps)
+        else:
+            queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
         head_gates = None if mixer.head_gates is None else linear(normed, mixer.head_gates)[0]
         return attend(shape, queries, places, slot, layers.longest, mixer.sinks, head_gates)
     assert layers.delta is not None

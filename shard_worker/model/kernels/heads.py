@@ -1,4 +1,7 @@
-"""The end of a projection whose tiles are heads: per-head norm, RoPE, keys and values into the session's pages."""
+"""The end of a projection whose tiles are heads: per-head norm, RoPE, keys and values into the session's pages.
+
+Heads that are too wide for a tile of weights are finished apart, behind the product.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import triton.language as tl
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS, Places
 from shard_worker.model.kernels.sums import row_sums
 
+WIDEST_TILE = 256
+"""The widest heads that a product's tile is as wide as."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -18,7 +24,10 @@ class HeadShape:
 
     dim: numbers of a head. rotary: of these, those that RoPE turns. page: positions in a page, which is [layers, 2,
     kv_heads, page, dim]. ring: slots that positions wrap around, 0 for none. window: positions that a row sees, 0 for
-    all. gated: behind the values each query head has a gate. float8: keys and values are kept as float8_e4m3fn.
+    all. gated: behind the values each query head has a gate. float8: keys and values are kept as float8_e4m3fn. pages:
+    how many addresses of other layers' pages come before these layers' in a session's numbers. value_norm: values have
+    an RMSNorm, without weights. keys_as_values: they are what is projected for keys, before its norm and RoPE. shares:
+    keys and values are those of another layer, so that the projection makes queries alone.
     """
 
     heads: int
@@ -31,6 +40,15 @@ class HeadShape:
     causal: bool = True
     gated: bool = False
     float8: bool = False
+    pages: int = 0
+    value_norm: bool = False
+    keys_as_values: bool = False
+    shares: bool = False
+
+    @property
+    def projected_kv_heads(self) -> int:
+        """Heads of keys, and of values, that the projection makes."""
+        return 0 if self.shares else self.kv_heads
 
     @property
     def group(self) -> int:
@@ -63,6 +81,7 @@ def finish_heads(
     acc, out, norms, cos, sin, lines, sessions, indices, slot, eps, block, ms, rows,
     BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    PAGES: tl.constexpr, VALUE_NORM: tl.constexpr, KEYS_AS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Finish head `block` of rows ms, [BLOCK_ROWS, DIM] in float32.
 
@@ -71,6 +90,10 @@ def finish_heads(
     kind = out.dtype.element_ty
     kept: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
     ds = tl.arange(0, DIM)
+    values = acc
+    if VALUE_NORM:
+        values = acc.to(kind).to(tl.float32)
+        values *= tl.rsqrt(row_sums(values * values, BLOCK_ROWS, DIM) / DIM + eps)[:, None]
     if block < HEADS + KV_HEADS:
         x = acc.to(kind).to(tl.float32)
         if norms is not None:
@@ -83,6 +106,8 @@ def finish_heads(
         c = tl.load(cos + at, mask=turning, other=1.0).to(tl.float32)
         s = tl.load(sin + at, mask=turning, other=0.0).to(tl.float32)
         acc = (x * c).to(kind).to(tl.float32) + y * s
+    else:
+        acc = values
     result = acc.to(kind)
     if (block < HEADS) | (block >= HEADS + 2 * KV_HEADS):
         head = tl.where(block < HEADS, block, block - 2 * KV_HEADS)
@@ -91,18 +116,70 @@ def finish_heads(
         if LINE == 0:
             position = tl.load(lines + BASE) + ms
             counted = ms < tl.load(lines + ROWS)
-            first_page = lines + FIRST_PAGE
+            first_page = lines + FIRST_PAGE + PAGES
         else:
             session = tl.load(sessions + ms, mask=ms < rows, other=-1)
             counted = session >= 0
             numbers = lines + tl.maximum(session, 0) * LINE
             position = tl.load(numbers + BASE) + tl.load(indices + ms, mask=ms < rows, other=0)
-            first_page = numbers + FIRST_PAGE
+            first_page = numbers + FIRST_PAGE + PAGES
         at_slot = position % RING if RING > 0 else position
         pages = tl.load(first_page + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
         # Values come KV_HEADS behind the keys, in the projection as in a page.
         run = slot.to(tl.int64) * 2 * KV_HEADS + block - HEADS
         vectors = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM
+        kept_at = tl.multiple_of(vectors[:, None] + ds[None, :], (16, 16))
         # As `ops.float8.narrowed`.
         stored = tl.clamp(result.to(tl.float32), -448.0, 448.0).to(kept) if FLOAT8 else result
-        tl.store(tl.multiple_of(vectors[:, None] + ds[None, :], (16, 16)), stored, mask=counted[:, None])
+        tl.store(kept_at, stored, mask=counted[:, None])
+        if KEYS_AS_VALUES:
+            result = values.to(kind)
+            stored = tl.clamp(result.to(tl.float32), -448.0, 448.0).to(kept) if FLOAT8 else result
+            tl.store(kept_at + KV_HEADS * PAGE * DIM, stored, mask=counted[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "slot"])
+def _finish_apart(
+    projected, out, norms, cos, sin, lines, sessions, indices, slot, eps, rows, stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr,
+    LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr,
+    VALUE_NORM: tl.constexpr, KEYS_AS_VALUES: tl.constexpr,
+):  # fmt: skip
+    ms, block = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1)
+    acc = tl.load(projected + ms[:, None] * stride + block * DIM + tl.arange(0, DIM)[None, :]).to(tl.float32)
+    finish_heads(
+        acc, out, norms, cos, sin, lines, sessions, indices, slot, eps, block, ms, rows,
+        1, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
+    )  # fmt: skip
+
+
+def finish_apart(heads: Heads, projected: torch.Tensor, eps: float) -> torch.Tensor:
+    """Finish heads of any width behind their product, projected [n, all heads * dim].
+
+    Returns queries (and gates), [n, heads.shape.stride]; keys and values go into the sessions' pages. eps: of norms.
+    """
+    shape, places, (rows, width) = heads.shape, heads.places, projected.shape
+    out = torch.empty((rows, shape.stride), dtype=projected.dtype, device=projected.device)
+    _finish_apart[(rows, width // shape.dim)](
+        projected, out, heads.norms, heads.cos, heads.sin, places.lines, places.sessions, places.indices, heads.slot,
+        eps, rows, width, **constants(shape, places), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def constants(shape: HeadShape, places: Places) -> dict[str, int | bool]:
+    """Return what kernels that finish heads know of them at compile time, by the names there."""
+    return {
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.projected_kv_heads,
+        "DIM": shape.dim,
+        "ROTARY": shape.rotary,
+        "STRIDE": shape.stride,
+        "LINE": places.line,
+        "PAGE": shape.page,
+        "RING": shape.ring,
+        "FLOAT8": shape.float8,
+        "PAGES": shape.pages,
+        "VALUE_NORM": shape.value_norm and not shape.shares,
+        "KEYS_AS_VALUES": shape.keys_as_values and not shape.shares,
+    }

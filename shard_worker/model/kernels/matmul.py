@@ -22,7 +22,7 @@ from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.codes import Form, form_of, group_sums, packed_sums, wants_sums
 from shard_worker.model.kernels.elementwise import gated, geglu, swiglu
-from shard_worker.model.kernels.heads import Heads, finish_heads
+from shard_worker.model.kernels.heads import Heads, constants, finish_heads
 from shard_worker.model.kernels.sums import row_sums
 from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
@@ -33,6 +33,15 @@ GroupTensors = tuple[_Given, _Given, _Given, _Given, _Given]
 
 NO_GROUPS: GroupTensors = (None, None, None, None, None)
 """Those of a dense matrix."""
+
+_NO_HEADS = dict.fromkeys(
+    (
+        "HEADS", "KV_HEADS", "DIM", "ROTARY", "STRIDE", "LINE", "PAGE", "RING", "FLOAT8", "PAGES", "VALUE_NORM",
+        "KEYS_AS_VALUES",
+    ),
+    0,
+)  # fmt: skip
+"""As of `constants`, where a product's tiles are not heads."""
 
 _MAX_BLOCKS = 1 << 16
 
@@ -152,7 +161,8 @@ def _finish(
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, FLOAT8: tl.constexpr,
+    RING: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
+    KEYS_AS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU or GeGLU, residual, the next norm's
     beginning, and sums for the next product."""
@@ -177,7 +187,8 @@ def _finish(
     if DIM > 0:
         finish_heads(
             acc, out, norm, cos, sin, lines, sessions, indices, slot, next_eps, first_block + block, ms, rows,
-            BLOCK_ROWS, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
+            BLOCK_ROWS, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM,
+            KEYS_AS_VALUES,
         )  # fmt: skip
     else:
         tl.store(out + ms[:, None] * stride + ns[None, :], acc.to(kind), mask=kept)
@@ -213,7 +224,8 @@ def _product(
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, FLOAT8: tl.constexpr,
+    RING: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
+    KEYS_AS_VALUES: tl.constexpr,
     PRECISION: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
@@ -294,7 +306,7 @@ def _product(
             total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
             sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS,
             BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, GELU, THEN, SUMMED, HEADS, KV_HEADS, DIM,
-            ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
+            ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
         )  # fmt: skip
     else:
         last, total, other_total = sum_of_parts(
@@ -305,7 +317,7 @@ def _product(
                 total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
                 sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
                 BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, GELU, THEN, SUMMED, HEADS,
-                KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
+                KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
             )  # fmt: skip
 
 
@@ -441,10 +453,7 @@ def _multiply(
         NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),
         BIASED=bias is not None, ADDED=residual is not None, PAIRED=around.paired, GELU=around.gelu,
         THEN=around.norm is not None, SUMMED=next_sums is not None,
-        HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
-        ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, LINE=places.line if places else 0,
-        PAGE=shape.page if shape else 0,
-        RING=shape.ring if shape else 0, FLOAT8=shape.float8 if shape else False,
+        **(_NO_HEADS if heads is None else constants(heads.shape, heads.places)),
         PRECISION=product_precision(source), WARPS=config.warps, FORM=form,
         num_warps=config.warps,
     )  # fmt: skip

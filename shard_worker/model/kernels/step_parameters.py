@@ -35,7 +35,8 @@ BEHIND, ENDED = tl.constexpr(10), tl.constexpr(11)
 where this one begins, 0 where the host knows that; and of what it finds: 1 where the session ended there."""
 
 FIRST_PAGE = tl.constexpr(16)
-"""The index of the address of the session's first page; the others follow."""
+"""The index of the address of the session's first page; the others follow, and behind those the pages of other caches,
+which layers with keys of another shape have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,14 @@ class StepParameters:
         rows: int,
         sessions: int | None = None,
         copies: int = 1,
+        caches: int = 1,
         twins: int = 1,
     ) -> None:
-        """pages: the most that a session has. rows: the most of a step. sessions: the most whose rows stand in a step;
-        None for steps of one session alone. twins: how many steps of several sessions may be launched at a time."""
-        length = FIRST_PAGE.value + pages
+        """pages: the most that a session has in a cache. rows: the most of a step. sessions: the most whose rows stand
+        in a step; None for steps of one session alone. caches: how many with pages a session has. twins: how many steps
+        of several sessions may be launched at a time."""
+        self._pages = pages
+        length = FIRST_PAGE.value + caches * pages
         placed = 0 if sessions is None else 2 * rows
         shape = (copies, sessions or 1, length)
         size = rows + placed + shape[0] * shape[1] * length
@@ -151,13 +155,14 @@ class StepParameters:
         copy: int = 0,
         token_ids: Sequence[int] = (),
         attention: AttentionCache | None = None,
+        others: Sequence[AttentionCache] = (),
         recurrent: RecurrentCache | None = None,
     ) -> None:
         """Wait for the last launch, then set everything about a step: its rows, as `set_rows` does, and its caches."""
         # What was sent last must have left before it is overwritten.
         self.wait()
         self.set_rows(base, rows, copy=copy, token_ids=token_ids)
-        self._set_caches(copy, 0, attention, recurrent)
+        self._set_caches(copy, 0, attention, others, recurrent)
 
     def set_rows(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
         """Set where the step's rows stand, for the session whose caches were filled in; to be called behind `wait`.
@@ -192,6 +197,7 @@ class StepParameters:
         first_sum: int = 0,
         behind: int | None = None,
         attention: AttentionCache | None = None,
+        others: Sequence[AttentionCache] = (),
         recurrent: RecurrentCache | None = None,
     ) -> None:
         """Add a session's rows to the step, behind those of the sessions before it.
@@ -208,21 +214,26 @@ class StepParameters:
         line[: FIRST_ROW.value + 1] = base, rows, first_row
         line[FIRST_SUM.value] = first_sum
         line[BEHIND.value], line[ENDED.value] = 0 if behind is None else behind + 1, 0
-        self._set_caches(copy, session, attention, recurrent)
+        self._set_caches(copy, session, attention, others, recurrent)
 
     def _words_of_tokens(self, first: int, token_ids: Sequence[int]) -> None:
         for word, token in enumerate(token_ids, first):
             self._words[word] = token
 
     def _set_caches(
-        self, copy: int, session: int, attention: AttentionCache | None, recurrent: RecurrentCache | None
+        self,
+        copy: int,
+        session: int,
+        attention: AttentionCache | None,
+        others: Sequence[AttentionCache],
+        recurrent: RecurrentCache | None,
     ) -> None:
         numbers = self._twins[self.turn].lines[copy, session]
         if recurrent is not None:
             numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
-        if attention is not None:
-            first = FIRST_PAGE.value
-            numbers[first : first + len(attention.addresses)] = attention.addresses
+        for index, cache in enumerate(() if attention is None else (attention, *others)):
+            first = FIRST_PAGE.value + index * self._pages
+            numbers[first : first + len(cache.addresses)] = cache.addresses
 
     # --- on their way
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 
 from services.errors import FailedPrecondition
 from services.model.config import LinearAttentionConfig
+from services.model.families import read_model_config
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, KernelTarget, cuda_target, hip_target
-from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, have_layers
+from shard_worker.model.kernel_support import can_prefill, can_run, can_run_model, check_float8, have_layers
+from tests.reference import storage
 from tests.shard_worker.tiny import Tiny, load_stage
 
 Pretend = Callable[[KernelTarget], Device]
@@ -80,6 +83,24 @@ def test_heads_of_other_sizes_are_named(pretend: Pretend, sizes: list[int]) -> N
         assert not can_run(pretend(nvidia(9, 0)), sizes)
     assert [event["why"] for event in logs] == [
         f"heads have {sizes[-1]} numbers, and 16, 32, 64, 128 or 256 are needed"
+    ]
+
+
+def test_attention_may_have_wider_heads_than_others(pretend: Pretend, tiny: Tiny) -> None:
+    """Those of a target's full layers have up to 512 numbers; kernels for recurrent ones have no room for so many."""
+    gemma, hybrid = (read_model_config(storage.read_config(tiny.path(name))) for name in ("gemma4", "qwen3_5"))
+    assert gemma.full_attention is not None
+    assert hybrid.linear is not None
+    device = pretend(nvidia(9, 0))
+    with structlog.testing.capture_logs() as logs:
+        assert can_run_model(device, hybrid)
+        for size, able in ((512, True), (1024, False)):
+            wide = replace(gemma, full_attention=replace(gemma.full_attention, head_dim=size))
+            assert can_run_model(device, wide) is able
+        assert not can_run_model(device, replace(hybrid, linear=replace(hybrid.linear, key_head_dim=512)))
+    assert [event["why"] for event in logs] == [
+        "heads have 1024 numbers, and 16, 32, 64, 128, 256 or 512 are needed",
+        "heads have 512 numbers, and 16, 32, 64, 128 or 256 are needed",
     ]
 
 

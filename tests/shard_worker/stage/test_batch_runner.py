@@ -31,6 +31,7 @@ NAMES = (
     "glm4_moe",
     "laguna",
     "gemma3",
+    "gemma4",
 )
 
 

@@ -35,6 +35,7 @@ NAMES = (
     "glm4_moe",
     "laguna",
     "gemma3",
+    "gemma4",
 )
 Load = Callable[..., Stage]
 

@@ -168,6 +168,26 @@ GEMMA3_27B: dict[str, Any] = {
     "max_position_embeddings": 131072,
 }
 
+GEMMA4_31B: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 1024,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+}
+
 
 def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
     """A DFlash draft for a target, as those that are published are shaped."""
@@ -266,6 +286,7 @@ CASES = {
     "laguna": Case(LAGUNA, _draft(LAGUNA, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16,)),
     "llama": Case(_LLAMA, _draft(_LLAMA, ["full_attention"]), "bfloat16", rows=(16,), batches=(16,)),
     "gemma3": Case(GEMMA3_27B, _draft(GEMMA3_27B, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16, 128)),
+    "gemma4": Case(GEMMA4_31B, _draft(GEMMA4_31B, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16, 128)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
 }
