@@ -141,15 +141,14 @@ class Generation:
 
     def _choose_draft(self) -> None:
         """Take the draft as it is now that the request's turn has come."""
-        if not self._request.speculate:
-            return
-        draft = None if self._draft_tokens == 0 else self._cluster.draft
+        asked = self._request.speculate and self._draft_tokens != 0
+        draft = self._cluster.draft if asked else None
         if draft is not None:
             self._state.speculation = Speculation(draft.block_size, self._costs, self._draft_tokens)
-        elif self._state.lookup is not None:
-            # What is looked up costs rows as well, of which others' measurements tell.
+        else:
+            # Its prompt comes in short chunks beside others, and what is looked up costs rows as well.
             self._state.speculation = Speculation(1, self._costs)
-        if draft is None and self._draft_tokens != 0 and self._cluster.draft_worker is not None:
+        if draft is None and asked and self._cluster.draft_worker is not None:
             self._state.speculation.lose_draft("its worker is gone")
 
     async def _look_up(self) -> float:

@@ -7,6 +7,7 @@ beside the last stage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
@@ -181,12 +182,16 @@ class Issued:
         self._sessions, self._arriving, self._counts, self._give_back = sessions, arriving, counts, give_back
         self._produced: list[list[int]] | None = None
         self._draft_tokens: list[tuple[int, ...]] | None = None
+        self.decided_ns = self.ready_ns = 0
+        """When the outcome was there, and when the draft tokens were, by `time.monotonic_ns`, once either was awaited:
+        then, or sooner."""
 
     def produced(self) -> list[list[int]]:
         """Wait for the tokens that the step produced, and return those of each session; its context in the draft is
         longer by the rows that count from then on. There are none where it is not decided on the device."""
         if self._produced is None:
             _wait(self._arriving.decided)
+            self.decided_ns = time.monotonic_ns()
             numbers = self._arriving.outcome.tolist()
             self._produced, first = [], self._counts
             for one, count in zip(self._sessions, numbers, strict=False):
@@ -201,6 +206,7 @@ class Issued:
         if self._draft_tokens is None:
             self.produced()
             _wait(self._arriving.ready)
+            self.ready_ns = time.monotonic_ns()
             wanted = [one.draft_tokens for one in self._sessions]
             self._draft_tokens = blocks_of(self._arriving.proposed.tolist(), wanted)
             self._give_back(self._arriving)
@@ -225,6 +231,16 @@ class IssuedBlock:
     def draft_tokens(self) -> tuple[int, ...]:
         """Wait for the draft tokens, and return them."""
         return self._issued.draft_tokens()[self._index]
+
+    @property
+    def decided_ns(self) -> int:
+        """When the outcome of the whole step was there, which must have been awaited; by `time.monotonic_ns`."""
+        return self._issued.decided_ns
+
+    @property
+    def drafted_ns(self) -> int:
+        """How many nanoseconds after that the draft tokens were there, which must have been awaited."""
+        return self._issued.ready_ns - self._issued.decided_ns
 
 
 class Ahead:

@@ -126,7 +126,8 @@ class DraftBatches:
             for work in works:
                 _fail(work, error, errors)
             return
-        elapsed_ns = time.monotonic_ns() - started_ns
+        issued = works[0].issued
+        elapsed_ns = time.monotonic_ns() - started_ns if issued is None else issued.drafted_ns
         for work, draft_tokens in zip(works, proposed, strict=True):
             work.link.count(work.request is not None, elapsed_ns)
             try:

@@ -34,6 +34,7 @@ class ComputedStep:
     started_ns: when computing began, by `time.monotonic_ns`. sessions, rows: how many there were in it. issued: its
     outcome and the draft's block behind it, where they were queued with the step. drawn: the tokens that
     `Verifier.draws` told of, as `draw` returns them, where those of several sessions were drawn together.
+    ended_ns: when its results were there; None where nobody has waited for them yet.
     """
 
     forward: Forward
@@ -44,6 +45,7 @@ class ComputedStep:
     rows: int
     issued: IssuedBlock | None = None
     drawn: list[int] | None = None
+    ended_ns: int | None = None
 
     @property
     def alone(self) -> bool:
@@ -123,7 +125,8 @@ class Verifier:
                 if step.can_be_followed_ahead and output.on_host is not None and self._is_greedy:
                     meanwhile()
             produced, logprobs = self._choose(step)
-        elapsed_ns = time.monotonic_ns() - step.started_ns
+        ended_ns = step.ended_ns if issued is None else issued.decided_ns
+        elapsed_ns = (time.monotonic_ns() if ended_ns is None else ended_ns) - step.started_ns
         then(tuple(produced))
         committed_rows = len(produced) if kind is StepKind.VERIFY else len(tokens)
         if kind is not StepKind.RESUME:

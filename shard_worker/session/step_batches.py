@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from services.errors import FlashsplitError
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
-from services.messages.steps import Forward
+from services.messages.steps import Forward, StepKind
 from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, raising_first
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw, draw_together
@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BLOCKS_AHEAD_FROM = 48
-"""From so many sessions on, steps behind issued blocks are launched before the results of the last one are read: the
-host takes longer for these by then than the device for a step. With fewer it measures steps more surely where each is
-read before the next is launched, and the lengths of blocks follow from that: 64 sessions get 17 % more tokens/s by what
-is launched ahead, 16 get 20 % fewer (8B shape, H200)."""
+BLOCKS_AHEAD_FROM = 8
+"""From so many sessions on, steps behind issued blocks are launched before the results of the last one are read, which
+take the host as long by then as the device needs for a few rows: 16 sessions get 11 % more tokens/s by that, 4 get
+nothing (8B shape, H200)."""
+
+FEW_ROWS = 128
+"""Up to so many rows a step costs hardly more than one of a few: the weights are read once in any case, and what is
+multiplied with each of them is hidden by that (8B shape, H200: 4.5 ms with 16 rows, 5.2 with 64, 5.9 with 128, 8.9 with
+256). Where most sessions have an answer's row in it, chunks of prompts fill it up to there, and the others wait."""
 
 
 class SteppingSession(Protocol):
@@ -152,6 +156,9 @@ class StepBatches:
         self._expected: dict[SteppingSession, _Row] = {}
         """Those of its rows that nobody has asked for yet: the results of the step before it are being read, or the
         draft tokens behind that one are still to come."""
+        self._results_ns: int | None = None
+        """When the results were there behind which the next steps follow by themselves, by `time.monotonic_ns`: the
+        time of these begins then, whether they had been launched or are yet to be. None where none follow."""
         self._rows = self._session_steps = 0
         self._steps_by_rows = [0] * (len(BATCH_ROW_BOUNDS) + 1)
         thread.serve(self)
@@ -189,14 +196,13 @@ class StepBatches:
     def add_following(self, step: WaitingStep) -> None:
         """Have the step computed, as `add` does, that follows by itself behind one whose results are being read; on the
         device thread. It may have been launched already."""
+        if self._results_ns is None:
+            self._results_ns = time.monotonic_ns()
         row = self._expected.pop(step.session, None)
         if row is None:
             self._add(step)
         elif _is_launched(row.forward, step.forward):
             row.forward, row.step = step.forward, step
-            if self._launched is not None:
-                # The device began with it when the draft tokens were there.
-                self._launched.started_ns = time.monotonic_ns()
         else:
             step.session.take_back(computed=True)
             self._add(step)
@@ -268,6 +274,8 @@ class StepBatches:
                 self._go_on(errors)
             else:
                 self._compute(self._next(), errors)
+            if not self.waiting:
+                self._results_ns = None
 
     def _compute_alone(self, step: WaitingStep) -> None:
         with raising_first() as errors:
@@ -285,33 +293,42 @@ class StepBatches:
                 errors.append(error)
         for session in [*self._expected]:
             self.end_following(session)
+        if self._launched is not None:
+            self._launched.started_ns = self._started(self._launched.started_ns)
+
+    def _started(self, launched_ns: int) -> int:
+        """Return when the time of a step began that was launched then."""
+        results_ns, self._results_ns = self._results_ns, None
+        return launched_ns if results_ns is None else results_ns
 
     def _next(self) -> list[WaitingStep]:
-        """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn.
+        """Take out the steps of the next batch: those that can be computed with the first that waits, in turn.
 
-        What came together stays together. Where it is less than a stage's share of the sessions others join it, so that
-        there are soon no more batches under way than stages.
+        Answers' steps come before chunks of prompts, of which one at least is taken, and of prompts those that have
+        begun. What came together stays together. Where it is less than a stage's share of the sessions others join it,
+        so that there are soon no more batches under way than stages.
         """
-        first = self._waiting.popleft()
-        chosen = [*_steps(first)]
-        left: list[WaitingStep | tuple[WaitingStep, ...]] = []
-        session, kind = chosen[0].session, chosen[0].session.kind(chosen[0].forward)
-        most = self._share(session)
-        rows = _rows(chosen)
-        while self._waiting and len(chosen) < most:
-            waiting = self._waiting.popleft()
-            steps = _steps(waiting)
-            if (
-                len(chosen) + len(steps) > most
-                or rows + _rows(steps) > session.most_rows
-                or steps[0].session.kind(steps[0].forward) != kind
-            ):
-                left.append(waiting)
-            else:
-                chosen += steps
-                rows += _rows(steps)
-        self._waiting.extendleft(reversed(left))
-        return [step for step in chosen if step.begins()]
+        waiting = [*self._waiting]
+        [first, *_] = _steps(waiting[0])
+        kind, most = first.session.kind(first.forward), self._share(first.session)
+        alike = [one for one in waiting if _steps(one)[0].session.kind(_steps(one)[0].forward) == kind]
+        chunks = [one for one in alike if _is_chunk(one)]
+        kept = min(map(_rows_of, chunks), default=0)
+        others = [one for one in alike if not _is_chunk(one)]
+        chosen = _fitting(others, most, first.session.most_rows - kept)
+        rows = sum(map(_rows_of, chosen))
+        taken = chosen + _chunks_beside(chunks, len(chosen), rows, most - len(chosen), first.session.most_rows)
+        self._take(taken)
+        return [step for one in taken for step in _steps(one) if step.begins()]
+
+    def _take(self, taken: Sequence[WaitingStep | tuple[WaitingStep, ...]]) -> None:
+        """Take these out of those that wait."""
+        numbers = {id(one) for one in taken}
+        # Others may be added meanwhile, behind them.
+        for _ in range(len(self._waiting)):
+            one = self._waiting.popleft()
+            if id(one) not in numbers:
+                self._waiting.append(one)
 
     def _share(self, session: SteppingSession) -> int:
         """Return how many sessions a batch has at most, so that each stage has one."""
@@ -351,6 +368,8 @@ class StepBatches:
             _fail(row.step, error, errors)
         else:
             self._count(len(row.given.token_ids), 1)
+            # What follows the steps before it waits for it, which is not their time.
+            self._results_ns = None
             _settle(row.step, computed, errors)
         row.session.announce()
 
@@ -359,7 +378,7 @@ class StepBatches:
         inputs = [row.given for row in rows]
         count = sum(len(given.token_ids) for given in inputs)
         self._thread.computes("step", count)
-        started_ns = time.monotonic_ns()
+        started_ns = self._started(time.monotonic_ns())
         try:
             behind = next((row.session for row in rows if row.given.behind is not None), None)
             outputs = inputs[0].stage.step_together(inputs, None if behind is None else behind.complete_step)
@@ -405,9 +424,6 @@ class StepBatches:
         self._settle_all(before, errors)
         # Behind all of them: who hears of the first would keep the thread from the others.
         before.rows[0].session.announce()
-        if launched is not None:
-            # The device began with it when it had ended the one before.
-            launched.started_ns = time.monotonic_ns()
         self._launched = launched
         self._compute_rows(left, errors)
 
@@ -425,19 +441,24 @@ class StepBatches:
             if forward is not None:
                 following.append((number, row, forward, row_count - 1))
                 rows_following += len(forward.token_ids)
-        waiting = [step for one in [*self._waiting] for step in _steps(one)]
+        waiting = [*self._waiting]
         stage = before.rows[0].given.stage
         kinds = {row.session.kind(forward) for _, row, forward, _ in following}
-        kinds |= {step.session.kind(step.forward) for step in waiting}
+        kinds |= {step.session.kind(step.forward) for one in waiting for step in _steps(one)}
+        joining = [one for one in waiting if not _is_chunk(one)]
+        rows_before = rows_following + sum(map(_rows_of, joining))
+        chunks = [one for one in waiting if _is_chunk(one)]
+        joining += _chunks_beside(
+            chunks, len(following) + len(joining), rows_before, len(chunks), before.rows[0].session.most_rows
+        )
         if (
             len(following) < 2
             or self._thread.has_jobs
-            or not stage.steps_behind(rows_following + _rows(waiting), blocks=blocks)
+            or not stage.steps_behind(rows_following + sum(map(_rows_of, joining)), blocks=blocks)
             or len(kinds) > 1
         ):
             return []
-        for _ in range(len(waiting)):
-            self._waiting.popleft()
+        self._take(joining)
         rows = []
         for number, row, forward, last_row in following:
             # Its session may be closed, or find no memory: it hears so when the step comes.
@@ -446,7 +467,8 @@ class StepBatches:
                 if not blocks:
                     given = replace(given, token_ids=(token_of_row(last_row),))
                 rows.append(_Row(row.session, forward, given, None))
-        return self._begun([step for step in waiting if step.begins()], errors) + rows
+        begun = [step for one in joining for step in _steps(one) if step.begins()]
+        return self._begun(begun, errors) + rows
 
     def _settle_launched(self, errors: list[Exception]) -> None:
         """Read the results of the step that is on the device, if there is one."""
@@ -461,6 +483,7 @@ class StepBatches:
         sessions, row_count = len(launched.rows), sum(len(row.given.token_ids) for row in launched.rows)
         try:
             drawn = _drawn(launched)
+            ended_ns = _wait(launched)
         except Exception as error:
             for row in launched.rows:
                 if row.step is not None:
@@ -468,8 +491,10 @@ class StepBatches:
             return
         for row, output, issued, tokens in zip(launched.rows, launched.outputs, launched.issued, drawn, strict=True):
             if row.step is not None:
-                features, started_ns = row.given.features or Features(), launched.started_ns
-                computed = ComputedStep(row.forward, output, features, started_ns, sessions, row_count, issued, tokens)
+                features, began_ns = row.given.features or Features(), launched.started_ns
+                computed = ComputedStep(
+                    row.forward, output, features, began_ns, sessions, row_count, issued, tokens, ended_ns
+                )
                 _settle(row.step, computed, errors)
 
     def _count(self, rows: int, sessions: int) -> None:
@@ -489,8 +514,46 @@ def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep,
     return (waiting,) if isinstance(waiting, WaitingStep) else waiting
 
 
-def _rows(steps: Sequence[WaitingStep]) -> int:
-    return sum(len(step.forward.token_ids) for step in steps)
+def _is_chunk(waiting: WaitingStep | tuple[WaitingStep, ...]) -> bool:
+    """Return whether it is a step of several rows of a prompt."""
+    return (
+        isinstance(waiting, WaitingStep)
+        and len(waiting.forward.token_ids) > 1
+        and waiting.forward.kind is not StepKind.VERIFY
+    )
+
+
+def _fitting(
+    waiting: Iterable[WaitingStep | tuple[WaitingStep, ...]], most: int, rows: int
+) -> list[WaitingStep | tuple[WaitingStep, ...]]:
+    """Return those for which there is room behind the ones before them, the first one in any case.
+
+    most: how many steps there is room for. rows: how many rows there is room for.
+    """
+    fitting: list[WaitingStep | tuple[WaitingStep, ...]] = []
+    for one in waiting:
+        count, more = len(_steps(one)), _rows_of(one)
+        if not fitting or (count <= most and more <= rows):
+            fitting.append(one)
+            most, rows = most - count, rows - more
+    return fitting
+
+
+def _chunks_beside(
+    chunks: Sequence[WaitingStep | tuple[WaitingStep, ...]], sessions: int, rows: int, most: int, most_rows: int
+) -> list[WaitingStep | tuple[WaitingStep, ...]]:
+    """Return the chunks of prompts that are computed in one step with others, one at least where there are any: those
+    of prompts that have begun first.
+
+    sessions, rows: those of the others. most: how many chunks there may be. most_rows: those that a step may have.
+    """
+    begun_first = sorted(chunks, key=lambda one: _steps(one)[0].forward.base_position == 0)
+    few = sessions >= len(chunks) and rows <= FEW_ROWS // 2
+    return _fitting(begun_first, most, (FEW_ROWS if few else most_rows) - rows)
+
+
+def _rows_of(waiting: WaitingStep | tuple[WaitingStep, ...]) -> int:
+    return sum(len(step.forward.token_ids) for step in _steps(waiting))
 
 
 def _drawn(launched: _Launched) -> list[list[int] | None]:
@@ -503,6 +566,16 @@ def _drawn(launched: _Launched) -> list[list[int] | None]:
     ]
     drawn = iter(draw_together([one for one in rows if one is not None]))
     return [None if one is None else next(drawn) for one in rows]
+
+
+def _wait(launched: _Launched) -> int | None:
+    """Wait for a step's results where they are awaited for all sessions at once, and return when they were there; None
+    where each session does so, or something else is known sooner."""
+    results = launched.outputs[0].whole
+    if results.on_host is None or results.argmax is None or any(launched.issued):
+        return None
+    launched.outputs[0].argmax_on_host()
+    return time.monotonic_ns()
 
 
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from coordinator.answer import Answer, Piece
+from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.generation import Generation, generate
 from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import Hit, PrefixCache
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import InternalError, InvalidArgument, Unavailable
+from services.messages.description import DeviceDescription, StepEngine
 from services.messages.steps import Failure, FailureReason, StepKind, TokenLogprobs
 from tests.coordinator.fakes import END, PLACE, Script, ScriptedCluster, byte_tokenizer, request, says
 
@@ -149,6 +152,23 @@ async def test_a_long_prompt_goes_down_in_chunks() -> None:
     steps = [(step.base_position, len(step.token_ids), step.kind) for step in cluster.session.forwards[:3]]
     assert steps == [(0, 10, StepKind.PREFILL), (10, 10, StepKind.PREFILL), (20, 5, StepKind.DECODE)]
     assert [step.step for step in cluster.session.forwards] == list(range(len(cluster.session.forwards)))
+
+
+@pytest.mark.parametrize(("others", "rows"), [(0, [200]), (1, [64, 64, 64, 8])])
+async def test_a_prompt_goes_down_in_short_chunks_beside_others(others: int, rows: list[int]) -> None:
+    """Where these join the steps of other answers, as on a GPU."""
+    cluster, costs = ScriptedCluster(), BatchCosts()
+    for number in range(others):
+        costs.join(number)
+    [worker] = cluster.workers
+    assert worker.target is not None
+    target = replace(worker.target, step_engine=StepEngine.GRAPHS, state_trimmable=True)
+    gpu = DeviceDescription("cuda:0", "", 80 * 10**9, 0)
+    cluster.workers = (replace(worker, devices=(gpu,), target=target),)
+    generation = Generation(cluster, request(prompt="x" * 200, max_tokens=1), TOKENIZER, costs=costs)
+    async for _ in generation.pieces():
+        pass
+    assert [len(step.token_ids) for step in cluster.session.forwards] == rows
 
 
 # --- speculation

@@ -38,7 +38,7 @@ def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], ro
 @pytest.mark.parametrize(
     ("engine", "trimmable", "tokens", "rows"),
     [
-        (StepEngine.GRAPHS, True, 4096, 256),
+        (StepEngine.GRAPHS, True, 4096, 64),
         (StepEngine.GRAPHS, True, 4097, 1024),
         (StepEngine.KERNELS, False, 100, 1024),
         (StepEngine.TORCH, True, 100, 1024),

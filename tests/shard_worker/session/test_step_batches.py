@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -336,6 +337,8 @@ class BlockMadeAtOnce:
     tokens: list[int]
     block: tuple[int, ...]
     read: bool = False
+    decided_ns: int = field(default_factory=time.monotonic_ns)
+    drafted_ns: int = 0
 
     def produced(self) -> list[int]:
         self.read = True

@@ -1,0 +1,146 @@
+"""Which of the steps that wait at the same time are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.messages.steps import Forward, StepKind
+from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.session.step_batches import StepBatches
+
+
+@dataclass
+class RecordingStage:
+    """Computes nothing, and knows the names of the sessions of each batch."""
+
+    batches: list[list[str]] = field(default_factory=list)
+
+    def most_together(self, inputs: Sequence[Any]) -> int:
+        return len(inputs)
+
+    def step_together(self, inputs: Sequence[Any], complete: None) -> list[Any]:
+        assert complete is None
+        self.batches.append([given.name for given in inputs])
+        return [SimpleNamespace(whole=SimpleNamespace(on_host=None), logits=None) for _ in inputs]
+
+
+@dataclass(eq=False)
+class Session:
+    """A session as `StepBatches` needs it, of a chain with one stage."""
+
+    name: str
+    stage: RecordingStage
+    chain_length: int = 1
+    most_rows: int = 512
+
+    def kind(self, forward: Forward) -> str:
+        return "verify" if forward.kind is StepKind.VERIFY else "other"
+
+    def begin(self, forward: Forward, behind: int | None = None) -> Any:
+        return SimpleNamespace(
+            stage=self.stage, token_ids=forward.token_ids, features=None, name=self.name, behind=behind
+        )
+
+    def compute_begun(self, forward: Forward, given: Any) -> ComputedStep:
+        self.stage.batches.append([given.name])
+        return ComputedStep(forward, given, None, 0, 1, len(given.token_ids))  # type: ignore[arg-type]
+
+    def is_decided_by_argmax(self, forward: Forward) -> bool:
+        return False
+
+    def draws(self, forward: Forward) -> None:
+        return None
+
+    def issue_together(self, steps: Sequence[Any], outputs: Sequence[Any]) -> list[None]:
+        return [None] * len(steps)
+
+    def announce(self) -> None:
+        """Nobody listens."""
+
+
+class Scheduled:
+    """Steps that wait on one thread. `answers` are single rows behind a prompt."""
+
+    def __init__(self) -> None:
+        self.stage, self.sessions = RecordingStage(), list[Session]()
+        thread = SimpleNamespace(
+            serve=lambda work: None, notice=lambda: None, computes=lambda what, rows: None, has_jobs=False, busy=False
+        )
+        nothing = SimpleNamespace(waiting=False)
+        self.steps = StepBatches(thread, self.sessions, nothing)  # type: ignore[arg-type]
+
+    def add(self, name: str, kind: StepKind, rows: int, base: int) -> None:
+        session = Session(name, self.stage)
+        self.sessions.append(session)
+        forward = Forward(1, base, (7,) * rows, kind)
+        self.steps.add(session, forward, lambda step: None, _raise)  # type: ignore[arg-type]
+
+    def add_answers(self, count: int) -> None:
+        for number in range(count):
+            self.add(f"answer {number}", StepKind.DECODE, 1, 100)
+
+    def run(self) -> list[list[str]]:
+        while self.steps.waiting:
+            self.steps.run()
+        return self.stage.batches
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_chunk_of_a_prompt_fills_a_step_of_many_answers() -> None:
+    """Up to as many rows as cost hardly more; the other chunks wait for the next steps."""
+    scheduled = Scheduled()
+    for name in ("first", "second"):
+        scheduled.add(name, StepKind.PREFILL, 64, 0)
+    scheduled.add_answers(60)
+    one, other = scheduled.run()
+    assert len(one) == 61
+    assert one[-1] == "first"
+    assert other == ["second"]
+
+
+def test_prompts_come_together_where_few_answers_wait_for_them() -> None:
+    scheduled = Scheduled()
+    scheduled.add_answers(3)
+    for number in range(9):
+        scheduled.add(f"prompt {number}", StepKind.PREFILL, 64, 0)
+    one, other = scheduled.run()
+    assert one == ["answer 0", "answer 1", "answer 2", *(f"prompt {number}" for number in range(7))]
+    assert other == ["prompt 7", "prompt 8"]
+
+
+def test_prompts_that_have_begun_come_first() -> None:
+    scheduled = Scheduled()
+    scheduled.add("new", StepKind.DECODE, 64, 0)
+    scheduled.add("begun", StepKind.DECODE, 64, 64)
+    scheduled.add_answers(40)
+    one, other = scheduled.run()
+    assert one[-1] == "begun"
+    assert other == ["new"]
+
+
+@pytest.mark.parametrize("rows", [64, 500])
+def test_no_answers_keep_a_prompt_waiting(rows: int) -> None:
+    """However many rows they have: a chunk is in the next step, with as many answers as there is room for."""
+    scheduled = Scheduled()
+    scheduled.add_answers(100)
+    scheduled.add("prompt", StepKind.PREFILL, rows, 0)
+    first, *others = scheduled.run()
+    assert "prompt" in first
+    assert len(first) == 1 + min(100, 512 - rows)
+    assert sum(map(len, others)) == 101 - len(first)
+
+
+def test_steps_of_another_kind_come_next() -> None:
+    scheduled = Scheduled()
+    scheduled.add("one", StepKind.VERIFY, 4, 100)
+    scheduled.add("prompt", StepKind.PREFILL, 64, 0)
+    scheduled.add("two", StepKind.VERIFY, 4, 100)
+    assert scheduled.run() == [["one", "two"], ["prompt"]]
