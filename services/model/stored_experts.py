@@ -61,7 +61,7 @@ def experts_in_host(count: int, share: float) -> int:
 def experts_apart(stored: Mapping[str, TensorHeader]) -> tuple[dict[str, TensorHeader], dict[str, ExpertPart]]:
     """Return the headers with one for each expert's matrix in place of those of all together, and where these are.
 
-    Gates come before ups, or alternate with them where there are biases. All extents of a row are made one.
+    Gates come before ups, or alternate with them where both have biases together. All extents of a row are made one.
     """
     headers: dict[str, TensorHeader] = {}
     parts: dict[str, ExpertPart] = {}
@@ -71,7 +71,7 @@ def experts_apart(stored: Mapping[str, TensorHeader]) -> tuple[dict[str, TensorH
             headers[name] = header
             continue
         start, projection, kind = found.groups()
-        alternating = f"{start}{projection}_bias" in stored
+        alternating = f"{start}gate_up_proj_bias" in stored
         transposed = alternating and not kind
         count, rows, *inner = header.shape
         if transposed:

@@ -187,6 +187,7 @@ def write_gemma3(
     seed: int = 0,
     layers: int = 4,
     window: int = 6,
+    pattern: int = 3,
     scalar: int = 24,
     tied: bool = True,
     cap: float | None = None,
@@ -194,15 +195,16 @@ def write_gemma3(
     nested: bool = False,
     older: bool = False,
 ) -> Path:
-    """A Gemma 3 checkpoint, of which each third layer is full. stretched: full layers by a factor. nested: as the text
-    part of a model with a tower. older: with keys of RoPE and of layers as files had them at first."""
+    """A Gemma 3 checkpoint. pattern: of so many layers the last one is full. stretched: full layers by a factor.
+    nested: as the text part of a model with a tower. older: with keys of RoPE and of layers as files had them at
+    first."""
     rope = {"rope_type": "linear", "factor": 8.0} if stretched else {"rope_type": "default"}
     text = Gemma3TextConfig(
         architectures=["Gemma3ForCausalLM"],
         head_dim=16,
         query_pre_attn_scalar=scalar,
         sliding_window=window,
-        layer_types=[FULL if (layer + 1) % 3 == 0 else SLIDING for layer in range(layers)],
+        layer_types=[SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)],
         rope_parameters={FULL: rope | {"rope_theta": 50_000.0}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
         final_logit_softcapping=cap,
         **decoder_sizes(64, 4, 2, layers, 256, tied, "float32"),

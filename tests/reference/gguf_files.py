@@ -29,7 +29,12 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
+
+UNCHANGED = ("qwen3", "qwen3_moe", "gpt_oss")
+"""Families of whose numbers the converter changes none, once experts are apart."""
 
 HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families with recurrent layers."""
@@ -46,7 +51,9 @@ def all_of(name: str) -> ChooseType:
 
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
     """Whether the format's own tools pack a tensor: matrices, those of experts too, and no routers."""
-    return len(shape) > 1 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "conv1d.weight"))
+    return len(shape) > 1 and not name.endswith(
+        ("mlp.gate.weight", "mlp.router.weight", "_gate.weight", "conv1d.weight", "bias")
+    )
 
 
 def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
@@ -54,6 +61,13 @@ def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
     if not is_packed(name, shape) or shape[-1] % 256:
         return "Q8_0" if is_packed(name, shape) and shape[-1] % 32 == 0 else "F32"
     return "Q6_K" if name.endswith(("lm_head.weight", "v_proj.weight", "down_proj.weight")) else "Q4_K"
+
+
+def mxfp4_experts(name: str, shape: tuple[int, ...]) -> str:
+    """Give the types of gpt-oss as it is published."""
+    if ".experts." in name and is_packed(name, shape):
+        return "MXFP4"
+    return "BF16" if is_packed(name, shape) else "F32"
 
 
 def write_gguf(
@@ -64,7 +78,7 @@ def write_gguf(
     split_max_tensors: int = 0,
     joined: bool = False,
 ) -> Path:
-    """Write a checkpoint of the Qwen3, Qwen3.5 or Llama family, or one with experts, to a GGUF file.
+    """Write a checkpoint of one of `ARCHITECTURES` to a GGUF file.
 
     dense: where a checkpoint is written to whose tensors are the numbers that the packed ones stand for, if anywhere.
     joined: whether experts' gates and ups are one tensor, and projections of Qwen3-Next are left as they are.
@@ -81,7 +95,7 @@ def write_gguf(
         writer.add_eos_token_id(text["eos_token_id"])
     names = gguf.get_tensor_name_map(architecture, text["num_hidden_layers"] + 1)
     meant: dict[str, torch.Tensor] = {}
-    tensors = experts_together(storage.load_tensors(checkpoint), joined)
+    tensors = experts_together(storage.load_tensors(checkpoint), joined, alternating=family == "gpt_oss")
     for stored, tensor in (tensors if joined else ungrouped(tensors, text)).items():
         name = stored.replace("language_model.", "")
         if name.startswith(("mtp.", "model.visual.")) or (name == "lm_head.weight" and text["tie_word_embeddings"]):
@@ -91,7 +105,8 @@ def write_gguf(
         kind = choose(name, changed.shape)
         whole = whole_scales(changed) if kind == "NVFP4" else None
         packed = pack(changed if whole is None else changed / whole, kind)
-        target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        known = name.replace(".dt_bias", ".dt_proj.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
+        target = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
         flat = packed.reshape(-1, packed.shape[-1]).view(np.uint8)
@@ -106,7 +121,7 @@ def write_gguf(
         # The block that guesses further tokens stands behind the model's own.
         writer.add_tensor(f"blk.{text['num_hidden_layers']}.attn_norm.weight", np.ones(4, dtype=np.float32))
     scaling = text["rope_parameters"]
-    if scaling["rope_type"] == "llama3":
+    if scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, text["head_dim"]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -115,7 +130,8 @@ def write_gguf(
     if dense is not None:
         dense.mkdir()
         storage.write_config(dense, text | {"dtype": "float32", "torch_dtype": "float32"})
-        meant = experts_apart(meant, fused=family == "qwen3_5_moe")
+        fused = family in ("qwen3_5_moe", "gpt_oss")
+        meant = experts_apart(meant, fused=fused, alternating=family == "gpt_oss")
         storage.save_tensors(dense, meant if joined else grouped(meant, text))
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (checkpoint / name).exists():
@@ -135,7 +151,7 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
     if experts is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(text["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(text["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(text.get("moe_intermediate_size", text["intermediate_size"]))
         if "shared_expert_intermediate_size" in text:
             writer.add_expert_shared_feed_forward_length(text["shared_expert_intermediate_size"])
     if "intermediate_size" in text:
@@ -145,7 +161,17 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    if full["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if text["model_type"] in ("gemma3_text", "gpt_oss"):
+        writer.add_sliding_window(text["sliding_window"])
+    if text.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(text["final_logit_softcapping"])
     if hybrid:
         writer.add_rope_dimension_count(int(head_dim * 0.25))
         if "mrope_section" in rope:
@@ -214,8 +240,10 @@ def llama_heads(name: str, text: dict[str, Any]) -> int | None:
 
 def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
     """Return a tensor as the converter changes it."""
-    if text["model_type"] in ("qwen3", "qwen3_moe"):
+    if text["model_type"] in UNCHANGED:
         return weight
+    if text["model_type"] == "gemma3_text":
+        return weight + np.float32(1) if name.endswith("norm.weight") else weight
     if text["model_type"] == "llama":
         heads = llama_heads(name, text)
         if heads is None:
@@ -237,8 +265,10 @@ def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
 
 def restore(name: str, weight: Array, text: dict[str, Any]) -> Array:
     """Return a tensor as it was before `convert`."""
-    if text["model_type"] in ("qwen3", "qwen3_moe"):
+    if text["model_type"] in UNCHANGED:
         return weight
+    if text["model_type"] == "gemma3_text":
+        return weight - np.float32(1) if name.endswith("norm.weight") else weight
     if text["model_type"] == "llama":
         heads = llama_heads(name, text)
         return weight if heads is None else weight.reshape(heads, -1, 2, weight[0].size).swapaxes(1, 2)
@@ -316,9 +346,12 @@ def grouped_sizes(text: dict[str, Any]) -> tuple[int, int]:
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def experts_together(tensors: Tensors, joined: bool) -> Tensors:
+def experts_together(tensors: Tensors, joined: bool, alternating: bool = False) -> Tensors:
     """Return the tensors with one [experts, rows, columns] for each part of all experts of a layer, whether they were
-    one by one or had gates and ups in one tensor. joined: whether these have one then."""
+    one by one or had gates and ups in one tensor. joined: whether these have one then. alternating: whether the rows of
+    both alternate, in matrices that are transposed, beside biases."""
+    if alternating:
+        return turned_experts(tensors)
     found: Tensors = {}
     for name, tensor in tensors.items():
         start, middle, leaf = name.partition(".experts.")
@@ -341,8 +374,46 @@ def experts_together(tensors: Tensors, joined: bool) -> Tensors:
     return found
 
 
-def experts_apart(tensors: Tensors, fused: bool) -> Tensors:
+def turned_experts(tensors: Tensors) -> Tensors:
+    """Return the tensors of gpt-oss with gates and ups apart, [experts, rows, columns], and the biases of each."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        start, middle, leaf = name.partition(".experts.")
+        if not middle:
+            found[name] = tensor
+            continue
+        projection, biases, _ = leaf.partition("_bias")
+        end, rows = ("bias", tensor) if biases else ("weight", tensor.transpose(1, 2))
+        if projection == "down_proj":
+            found[f"{start}.experts.down_proj.{end}"] = rows.contiguous()
+        else:
+            for half, part in enumerate(PARTS[:2]):
+                found[f"{start}.experts.{part}.{end}"] = rows[:, half::2].contiguous()
+    return found
+
+
+def turned_back(tensors: Tensors) -> Tensors:
+    """Return the tensors as they were before `turned_experts`."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        start, middle, leaf = name.partition(".experts.")
+        part, _, end = leaf.partition(".")
+        if not middle:
+            found[name] = tensor
+        elif part != "up_proj":
+            rows, stem = tensor, "down_proj"
+            if part == "gate_proj":
+                rows = torch.stack([tensor, tensors[f"{start}.experts.up_proj.{end}"]], 2).flatten(1, 2)
+                stem = "gate_up_proj"
+            own = f"{stem}_bias" if end == "bias" else stem
+            found[f"{start}.experts.{own}"] = rows if end == "bias" else rows.transpose(1, 2).contiguous()
+    return found
+
+
+def experts_apart(tensors: Tensors, fused: bool, alternating: bool = False) -> Tensors:
     """Return the tensors as they were before `experts_together`. fused: whether experts were not one by one."""
+    if alternating:
+        return turned_back(tensors)
     found: Tensors = {}
     for name in [name for name in tensors if name.endswith(".experts.gate_up_proj.weight")]:
         start, halves = name.removesuffix("gate_up_proj.weight"), tensors[name].chunk(2, 1)

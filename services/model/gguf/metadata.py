@@ -65,6 +65,17 @@ class Metadata:
         """Return a list of whole numbers."""
         return [item for item in self._items(key) if isinstance(item, int)]
 
+    def pattern(self, key: str, count: int, default: int) -> list[bool]:
+        """Return what is said of each of `count` layers: a list of true and false, or of all but each so-many-th one
+        true, `default` where the file says neither."""
+        if isinstance(self._values.get(self._named(key)), GgufArray):
+            items = self._items(key)
+            if len(items) != count or any(type(item) is not bool for item in items):
+                raise self._wrong(key, items, f"true or false for each of {count} layers")
+            return [bool(item) for item in items]
+        period = self.integer(key, default)
+        return [(layer + 1) % period != 0 for layer in range(count)]
+
     def token(self, name: str) -> int | None:
         """Return a special token's id; None where there is none. name: like "eos"."""
         key = f"tokenizer.ggml.{name}_token_id"

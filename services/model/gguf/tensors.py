@@ -86,12 +86,13 @@ class StoredTensor:
     scale: GgufTensor | None = None
 
     def of_expert(self, part: ExpertPart) -> StoredTensor:
-        """Return an expert's matrix out of this tensor of all experts' [experts, rows, columns]."""
-        _, rows, columns = self.shape
-        row_bytes = self.tensor.type.row_bytes(columns)
+        """Return an expert's matrix out of this tensor of all experts' [experts, rows, columns], or its biases, of
+        [experts, rows]."""
+        _, rows, *columns = self.shape
+        row_bytes = self.tensor.type.row_bytes(*columns or [1])
         first, last, _ = part.rows.indices(rows)
         begin = self.tensor.begin + (part.expert * rows + first) * row_bytes
-        shape = (last - first, columns)
+        shape = (last - first, *columns)
         own = replace(self.tensor, shape=shape, begin=begin, nbytes=shape[0] * row_bytes)
         scale = self.scale
         if scale is not None:

@@ -33,17 +33,26 @@ class _Rule:
 
 def _by_words(letters: str, digits: str) -> tuple[dict[str, Any], ...]:
     """Return the splitters of GPT-4's kind. letters, digits: the characters of words, and the pattern of numbers."""
-    pattern = "|".join(
-        (
-            _CONTRACTIONS,
-            rf"[^\r\n\p{{L}}\p{{N}}]?{letters}+",
-            digits,
-            rf" ?[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        )
+    return _split_at(
+        _CONTRACTIONS,
+        rf"[^\r\n\p{{L}}\p{{N}}]?{letters}+",
+        digits,
+        rf" ?[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*",
     )
+
+
+def _by_case() -> tuple[dict[str, Any], ...]:
+    """Return the splitters of GPT-4o's kind: a word ends before a capital letter behind a small one."""
+    capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_CONTRACTIONS}?" for word in (f"{capitals}*{small}+", f"{capitals}+{small}*")
+    ]
+    return _split_at(*words, r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*")
+
+
+def _split_at(*patterns: str) -> tuple[dict[str, Any], ...]:
+    """Return the splitters of words of these patterns, and of spaces."""
+    pattern = "|".join((*patterns, r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"))
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, _BYTES
 
 
@@ -58,6 +67,7 @@ _RULES = {
     "deepseek-r1-qwen": _Rule(_by_words(r"\p{L}", r"\p{N}")),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
+    "gpt-4o": _Rule(_by_case(), ignore_merges=True),
 }
 
 

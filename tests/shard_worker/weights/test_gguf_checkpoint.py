@@ -21,7 +21,7 @@ from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from tests.reference import checkpoints, storage, target
-from tests.reference.gguf_files import ChooseType, all_of, q4_k_m, write_gguf
+from tests.reference.gguf_files import ChooseType, all_of, mxfp4_experts, q4_k_m, write_gguf
 from tests.shard_worker.tiny import LLAMA3, Run, ids, ignore_progress, load_split, load_stage
 
 
@@ -70,6 +70,17 @@ def next_experts(path: Path) -> Path:
     return checkpoints.write_qwen3_next(path, value_heads=6, hidden=256, size=256)
 
 
+def gpt_oss(path: Path) -> Path:
+    """Gates that are cut off where published models' are, and scaled RoPE that blends between no whole pairs."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "truncate": False}
+    return checkpoints.write_gpt_oss(path, limit=7.0, rope_scaling=yarn)
+
+
+def gemma3(path: Path) -> Path:
+    """A full layer behind five with windows."""
+    return checkpoints.write_gemma3(path, layers=7, pattern=6, scalar=16, stretched=True, cap=8.0)
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint and how it is packed. split: tensors of a file, 0 for one file. joined: as of `write_gguf`."""
@@ -98,6 +109,10 @@ CASES = {
     "qwen3_next Q4_K_M": Case(next_experts, q4_k_m),
     "qwen3_next Q8_0 joined": Case(checkpoints.write_qwen3_next, all_of("Q8_0"), joined=True),
     "qwen3_5_moe F16 joined": Case(checkpoints.write_qwen3_5_moe, all_of("F16"), joined=True),
+    "gpt_oss F16": Case(gpt_oss, all_of("F16")),
+    "gpt_oss MXFP4": Case(gpt_oss, mxfp4_experts),
+    "gemma3 F32": Case(gemma3, all_of("F32")),
+    "gemma3 Q8_0": Case(gemma3, all_of("Q8_0")),
 }
 
 

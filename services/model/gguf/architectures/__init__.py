@@ -1,4 +1,4 @@
-"""Architectures of GGUF, one file each, named as `general.architecture` has them and found by that name.
+"""Architectures of GGUF, one file each, named as `general.architecture` has them and found by that name; - is _ there.
 
 A module reads the configuration out of the metadata, in the words of Hugging Face's config.json, and says under which
 names a checkpoint has the tensors, and what llama.cpp's converter changed of them.
@@ -51,7 +51,7 @@ class Architecture(Protocol):
 
 def known_architectures() -> list[str]:
     """Return the names of all architectures, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
@@ -119,4 +119,4 @@ def _scale(tensor: GgufTensor, tensors: Mapping[str, GgufTensor]) -> GgufTensor 
 def _module(metadata: Metadata) -> Architecture:
     if metadata.architecture not in known_architectures():
         raise metadata.unsupported(ARCHITECTURE, f"known architectures are {', '.join(known_architectures())}")
-    return cast(Architecture, importlib.import_module(f"{__name__}.{metadata.architecture}"))
+    return cast(Architecture, importlib.import_module(f"{__name__}.{metadata.architecture.replace('-', '_')}"))

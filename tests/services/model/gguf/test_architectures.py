@@ -20,6 +20,7 @@ from services.model.text_files import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CO
 from tests.reference import checkpoints, storage
 from tests.reference.gguf_files import all_of, q4_k_m, write_gguf
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "truncate": False}
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3": lambda path: checkpoints.write_qwen3(path, layers=2, rope_theta=1e6, vocab=320),
     "qwen3-tied": lambda path: checkpoints.write_qwen3(path, layers=1, tied=True, kv_heads=1),
@@ -28,6 +29,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_moe": checkpoints.write_qwen3_moe,
     "qwen3_5_moe": checkpoints.write_qwen3_5_moe,
     "qwen3_next": checkpoints.write_qwen3_next,
+    "gpt_oss": lambda path: checkpoints.write_gpt_oss(path, mlp=32, limit=7.0, rope_scaling=YARN),
+    "gemma3": lambda path: checkpoints.write_gemma3(path, layers=7, pattern=6, scalar=16, stretched=True, cap=8.0),
 }
 
 
