@@ -24,14 +24,14 @@ class Member:
         self.place = place
         self.roles: Sequence[Role] = roles
         self.process: WorkerProcess | None = None
+        self._last_address = place.address
 
     @property
     def address(self) -> str:
-        """Where the worker is called, once it has been started."""
-        if self.place.address is not None:
-            return self.place.address
-        assert self.process is not None, "start() comes first"
-        return self.process.address
+        """Where the worker is called, once it has been started; while it is started again, where it was before."""
+        address = self._last_address if self.process is None else self.process.address
+        assert address is not None, "start() comes first"
+        return address
 
     async def start(self, launch: Launch, peers: Peers, wait_s: float = 0.0) -> None:
         """Start the child unless it runs; a worker elsewhere is called for so many seconds, until it answers.
@@ -49,6 +49,7 @@ class Member:
         """End the child, if there is one. Safe to call twice; `start` may follow."""
         process = self.process
         if process is not None:
+            self._last_address = process.address
             await process.stop()
             # Not before: who is cancelled here leaves it to the next one who stops it. Another one may run by now.
             if self.process is process:

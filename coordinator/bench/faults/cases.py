@@ -127,8 +127,8 @@ def spread_cases(
             everything[phase] = itertools.cycle(kinds)
         for phase in itertools.islice(itertools.cycle(met), count):
             chosen.append((*next(everything[phase]), phase, fault))
-    # Those that are drained last: the first of them takes the place of who stands by.
-    chosen.sort(key=lambda case: (shapes.index(case[0]), case[-1] is Fault.DRAIN))
+    # Those that are drained last: the first of them has its place taken by who stands by, and nobody does from then on.
+    chosen.sort(key=lambda case: (shapes.index(case[0]), case[-1] is Fault.DRAIN or case[-2] is Phase.HANDOVER))
     return [
         Case(number, shape, worker, phase, many, fault)
         for number, (shape, worker, many, phase, fault) in enumerate(chosen)

@@ -49,14 +49,19 @@ def test_faults_meet_all_phases_workers_and_shapes() -> None:
 
 
 def test_who_is_drained_and_when() -> None:
-    """Every worker that has a place, in all phases but that of loading for a lost one; behind all other faults, since
-    the worker that stands by takes the first one's place."""
+    """Every worker that has a place, in all phases but that of loading for a lost one; behind all other faults, as are
+    kills in hand-overs, since the worker that stands by takes the first one's place."""
     counts = {Fault.KILL: 10, Fault.DRAIN: 50}
     cases = spread_cases(SHAPES[2:], list(Phase), (1,), counts, seed=3)
-    assert [case.fault for case in cases] == [Fault.KILL] * 10 + [Fault.DRAIN] * 50
-    drained = cases[10:]
+    assert Counter(case.fault for case in cases) == counts
+    drained = [case for case in cases if case.fault is Fault.DRAIN]
+    assert {case.phase for case in cases[10:] if case.fault is Fault.KILL} <= {Phase.HANDOVER}
+    assert {case.fault for case in cases[:10]} == {Fault.KILL}
     assert {case.phase for case in drained} == set(Phase) - {Phase.LOADING, Phase.HANDOVER}
     assert {case.worker for case in drained} == {"stage 0", "stage 1", "draft worker"}
+    killed = [case.phase for case in spread_cases(SHAPES[2:], list(Phase), (1,), {Fault.KILL: 21}, seed=3)]
+    assert killed[-3:] == [Phase.HANDOVER] * 3
+    assert Phase.HANDOVER not in killed[:-3]
 
 
 def test_who_is_paused_or_cut_off() -> None:

@@ -14,7 +14,15 @@ import pytest
 
 import coordinator.cluster.cluster
 import coordinator.cluster.losses
-from coordinator.cluster.cluster import EXACT_ROWS, NO_STANDBYS, ChooseSplit, Cluster, SnapshotPlace, StandbyPlan
+from coordinator.cluster.cluster import (
+    EXACT_ROWS,
+    LEAVING_LOOK_S,
+    NO_STANDBYS,
+    ChooseSplit,
+    Cluster,
+    SnapshotPlace,
+    StandbyPlan,
+)
 from coordinator.cluster.loading import Checkpoints, LoadReporter
 from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan
 from services.errors import (
@@ -773,6 +781,42 @@ async def test_a_new_worker_takes_the_drafts_place_where_who_stands_by_cannot() 
         assert cluster.draft is not None
         assert cluster.draft_address == successor.member.address
         assert [state.why for state in cluster.standbys] == [None]
+
+
+@pytest.mark.usefixtures("soon_back")
+async def test_a_worker_that_is_started_again_while_another_one_is_to_take_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until it runs it is known by where it was: who asks for a hand-over is told what is wrong, and those that are to
+    leave are looked for all the while."""
+    async with cluster_of("cpu,cpu") as cluster:
+        successor = await cluster.prepare("stage 1", "cpu")
+        gone, before = successor.gone, successor.gone.address
+        leaving, lost = asyncio.create_task(cluster.leaving()), await watching(cluster)
+        os.kill(cluster.workers[1].process_id, signal.SIGKILL)
+        await asyncio.wait_for(lost, 10)
+        start, is_stopped, may_start = gone.start, asyncio.Event(), asyncio.Event()
+
+        async def start_later(launch: Launch, peers: Peers, wait_s: float = 0.0) -> None:
+            is_stopped.set()
+            await may_start.wait()
+            await start(launch, peers, wait_s)
+
+        monkeypatch.setattr(gone, "start", start_later)
+        restoring = asyncio.create_task(cluster.restore())
+        await asyncio.wait_for(is_stopped.wait(), 10)
+        assert gone.process is None
+        assert gone.address == before
+        with pytest.raises(FailedPrecondition, match="while not all of them are there: stage 1: "):
+            await cluster.prepare("stage 1", "cpu")
+        await asyncio.wait([leaving], timeout=2 * LEAVING_LOOK_S)
+        may_start.set()
+        await restoring
+        assert gone.address != before
+        assert cluster.alive
+        assert not leaving.done()
+        leaving.cancel()
+        await cluster.dismiss(successor)
 
 
 async def test_whose_place_cannot_be_taken(hosts: Hosts) -> None:
