@@ -123,10 +123,16 @@ class Drill:
         self._reached = asyncio.Event()
 
     async def run(self, case: Case) -> Outcome:
-        """Ask for answers, have a worker meet its fault meanwhile, and ask for them undisturbed.
+        """Ask for answers, have a worker meet its fault meanwhile, and ask for them undisturbed. Where the phase was over
+        before the step that was drawn, all of it is done once more, at the phase's first step.
 
         Raises Unavailable where the cluster is not whole again in time, and what the undisturbed answers raise.
         """
+        outcome = await self._run(case, first_step=False)
+        return outcome if outcome.befell else await self._run(case, first_step=True)
+
+    async def _run(self, case: Case, *, first_step: bool) -> Outcome:
+        """Do what `run` says, once."""
         await self._whole()
         requests = [self._request(case, number) for number in range(case.requests)]
         draw = random.Random(case.number)
@@ -138,7 +144,8 @@ class Drill:
         # Beforehand: it takes longer than answers do.
         is_drained = case.fault is Fault.DRAIN or case.phase is Phase.HANDOVER
         successor = await self._cluster.prepare(case.worker, "cpu") if is_drained else None
-        self._awaited, self._countdown = _STEPS_OF.get(case.phase, ()), draw.randrange(1, 2 + 3 * case.requests)
+        self._awaited = _STEPS_OF.get(case.phase, ())
+        self._countdown = 1 if first_step else draw.randrange(1, 2 + 3 * case.requests)
         self._reached = asyncio.Event()
         asking = asyncio.ensure_future(self._ask_all(self._engine, requests))
         passing: asyncio.Task[float | None] | None = None
