@@ -368,6 +368,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     await stopping.wait()
     await worker.leave()
     watching.cancel()
+    await asyncio.wait([watching])
     await server.set_serving(False)
     worker.life.end()
     ending = asyncio.ensure_future(worker.end_links_when_idle())

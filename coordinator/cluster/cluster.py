@@ -368,8 +368,7 @@ class Cluster:
             self._put(index, member)
             self._exchange(gone, member)
             await self._peers.leave(gone.address)
-            gone.roles = plan.stage_roles
-            self._standbys.add(gone, plan, LOST_PAUSE_S)
+            self._await_to_stand_by(gone)
             log.warning("cluster.replaced", stage=index, lost=str(gone.place), by=str(member.place))
         try:
             await self._start()
@@ -379,6 +378,11 @@ class Cluster:
             return await self._is_any_gone(lost) and await self.replace_lost()
         self._losses.restored()
         return True
+
+    def _await_to_stand_by(self, gone: Member) -> None:
+        """Have a worker stand by for the stages once it is back."""
+        gone.roles = self._plan.stage_roles
+        self._standbys.add(gone, self._plan, LOST_PAUSE_S)
 
     async def _is_any_gone(self, indices: Sequence[int]) -> bool:
         """Return whether one of the workers that have these stages' places now is of no use."""
@@ -452,10 +456,13 @@ class Cluster:
         if not self._peers.is_connected(address):
             raise Unavailable(f"{successor.name}: the worker at {address} was lost before it took the place")
 
-    async def retire(self, successor: Successor) -> None:
-        """Let the worker go whose place was taken: a child process ends."""
+    async def retire(self, successor: Successor, *, comes_back: bool = False) -> None:
+        """Let the worker go whose place was taken: a child process ends. comes_back: it stands by once it is there
+        again, as one does that was lost."""
         await self._peers.leave(successor.gone.address)
         await successor.gone.stop()
+        if comes_back:
+            self._await_to_stand_by(successor.gone)
 
     async def dismiss(self, successor: Successor) -> None:
         """Let a worker go that was prepared and takes no place."""

@@ -152,6 +152,7 @@ class Standbys:
                 and one.why is None
                 and _suits(one, index, plan)
                 and self._peers.trouble(one.member.address) is None
+                and self._peers.leaving(one.member.address) is None
             ]
             if not fit:
                 return None

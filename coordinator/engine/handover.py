@@ -58,19 +58,30 @@ class Handover:
         drained, and what goes wrong with the other worker; then all is as it was. It goes on where the caller is
         cancelled.
         """
+        return await self._drain(worker, to, comes_back=False)
+
+    async def _drain(self, worker: str, to: str, *, comes_back: bool) -> HandedOver:
+        """Do what `drain` says. comes_back: the worker stands by once it is there again."""
         if self._running is not None and not self._running.done():
             raise FailedPrecondition("a worker is being drained: wait until that is done", reason="DRAINING_WORKER")
-        self._running = asyncio.ensure_future(self._drain(worker, to))
+
+        async def prepare_and_hand_over() -> HandedOver:
+            return await self.hand_over(await self._engine.cluster.prepare(worker, to), comes_back=comes_back)
+
+        self._running = asyncio.ensure_future(prepare_and_hand_over())
         return await asyncio.shield(self._running)
 
     async def keep(self) -> None:
-        """Drain every worker that is told to stop, where one stands by for it, until cancelled."""
+        """Drain every worker that is told to stop, where one stands by for it, until cancelled.
+
+        It stands by in its turn once it is started again, as by a rolling update.
+        """
         while True:
             leaving = await self._engine.cluster.leaving()
             log.warning("worker.leaves", worker=leaving.name)
             with leaving.heartbeats.taking_over():
                 try:
-                    await self.drain(leaving.name, leaving.to)
+                    await self._drain(leaving.name, leaving.to, comes_back=True)
                 except FlashsplitError as error:
                     # Then it is lost, and replaced as such.
                     log.warning("worker.not_drained", worker=leaving.name, why=error.message)
@@ -86,11 +97,9 @@ class Handover:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
 
-    async def _drain(self, worker: str, to: str) -> HandedOver:
-        return await self.hand_over(await self._engine.cluster.prepare(worker, to))
-
-    async def hand_over(self, successor: Successor) -> HandedOver:
-        """Put a worker that was prepared in the other one's place, as `drain` does, with what that one keeps."""
+    async def hand_over(self, successor: Successor, *, comes_back: bool = False) -> HandedOver:
+        """Put a worker that was prepared in the other one's place, as `drain` does, with what that one keeps.
+        comes_back: as of `Cluster.retire`."""
         engine, cluster, prefixes = self._engine, self._engine.cluster, self._engine.prefixes
         copied: set[tuple[SnapshotOwner, str]] = set()
         try:
@@ -107,7 +116,7 @@ class Handover:
         except BaseException:
             await cluster.dismiss(successor)
             raise
-        await cluster.retire(successor)
+        await cluster.retire(successor, comes_back=comes_back)
         handed = HandedOver(successor.name, str(successor.member.place), len(copied), paused_s, anew)
         log.warning(
             "worker.drained",

@@ -19,8 +19,11 @@ from services.model.quantization import Quantization
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
-PROTOCOL_MINOR = 0
-"""Counts additions that a process of an older one may ignore."""
+PROTOCOL_MINOR = 1
+"""Counts additions that a process of an older one may ignore.
+
+1: steps of several sessions in one frame, lists of kept prefixes, and workers that say that they were told to stop.
+"""
 
 
 class Role(StrEnum):
@@ -249,7 +252,7 @@ def check_protocol(theirs: tuple[int, int], who: str) -> None:
     if theirs[0] != PROTOCOL_MAJOR:
         raise FailedPrecondition(
             f"{who} speaks protocol {theirs[0]}.{theirs[1]} and this side "
-            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same flashsplit on both",
+            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same release of flashsplit on both",
             reason="PROTOCOL_MISMATCH",
         )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.cluster import Cluster, StandbyPlan
 from coordinator.cluster.loading import Checkpoints
-from coordinator.cluster.placement import make_plan
+from coordinator.cluster.placement import WorkerPlace, make_plan
+from coordinator.engine.engine import Engine
 from coordinator.engine.generation import generate
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache
@@ -65,6 +66,19 @@ class Client:
             await asyncio.sleep(0.01)
 
 
+async def tokens_of(engine: Engine, request: Request, *, waits_for: asyncio.Event | None = None) -> tuple[int, ...]:
+    """The tokens of an answer. waits_for: until that the client reads no more than three pieces."""
+    told: list[int] = []
+    async with engine.answering(request) as generation:
+        pieces = 0
+        async for piece in generation.pieces():
+            told += piece.token_ids
+            pieces += 1
+            if pieces == 3 and waits_for is not None:
+                await waits_for.wait()
+    return tuple(told)
+
+
 @contextlib.asynccontextmanager
 async def client(
     pair: Pair,
@@ -77,7 +91,9 @@ async def client(
     has_draft: bool = True,
     kv_dtype: str | None = None,
     quantization: Quantization | None = None,
+    standbys: Sequence[str] = (),
 ) -> AsyncIterator[Client]:
+    """standbys: the addresses of workers that stand by."""
     plan = make_plan(
         target_devices=devices,
         layer_split=split,
@@ -87,7 +103,9 @@ async def client(
     )
     draft = pair.draft if has_draft else None
     files = Checkpoints(pair.target, draft, "float32", kv_dtype=kv_dtype, quantization=quantization)
-    async with Cluster(plan, files, launch=Launch(threads=1, prefix_cache_bytes=prefix_cache_bytes)) as cluster:
+    launch = Launch(threads=1, prefix_cache_bytes=prefix_cache_bytes)
+    waiting = StandbyPlan(tuple(WorkerPlace(None, address) for address in standbys))
+    async with Cluster(plan, files, launch=launch, standbys=waiting) as cluster:
         disk = None
         if store is not None:
             lineages = [lineage_of(cluster, "text", with_draft=with_draft) for with_draft in (False, True)]

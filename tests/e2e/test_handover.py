@@ -17,24 +17,11 @@ from coordinator.text.model_files import read_model_files
 from services.messages.sampling import SamplingParams
 from services.messages.steps import StepKind
 from tests.e2e.conftest import Pair, alive
-from tests.e2e.prefix_client import TOKENS, client
+from tests.e2e.prefix_client import TOKENS, client, tokens_of
 
 Cases = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 SAMPLED = SamplingParams(temperature=0.8, seed=7, presence_penalty=0.7)
-
-
-async def answer(engine: Engine, request: Request, *, waits_for: asyncio.Event | None = None) -> tuple[int, ...]:
-    """The tokens of an answer. waits_for: until that the client reads no more than three pieces."""
-    told: list[int] = []
-    async with engine.answering(request) as generation:
-        pieces = 0
-        async for piece in generation.pieces():
-            told += piece.token_ids
-            pieces += 1
-            if pieces == 3 and waits_for is not None:
-                await waits_for.wait()
-    return tuple(told)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +55,7 @@ async def test_answers_go_on_where_a_worker_is_drained(
 
         @contextlib.asynccontextmanager
         async def pause_within_the_prompt(timeout_s: float) -> AsyncIterator[int]:
-            held.append(asyncio.create_task(answer(engine, Request("longer", longer, TOKENS, prefill_chunk=4))))
+            held.append(asyncio.create_task(tokens_of(engine, Request("longer", longer, TOKENS, prefill_chunk=4))))
             await prefilled.wait()
             about_to_pause.set()
             async with paused(timeout_s) as going_on:
@@ -86,7 +73,7 @@ async def test_answers_go_on_where_a_worker_is_drained(
                 Request("greedy", prompt, TOKENS),
                 Request("sampled", prompt, TOKENS, SAMPLED, speculate=False),
             ]
-            asked = [asyncio.create_task(answer(engine, each, waits_for=about_to_pause)) for each in requests]
+            asked = [asyncio.create_task(tokens_of(engine, each, waits_for=about_to_pause)) for each in requests]
             done = await Handover(engine).drain(worker, "cpu")
             assert await asyncio.gather(*asked) == [greedy, sampled.token_ids]
             assert await held.pop() == behind.token_ids

@@ -123,8 +123,9 @@ class Drill:
         self._reached = asyncio.Event()
 
     async def run(self, case: Case) -> Outcome:
-        """Ask for answers, have a worker meet its fault meanwhile, and ask for them undisturbed. Where the phase was over
-        before the step that was drawn, all of it is done once more, at the phase's first step.
+        """Ask for answers, have a worker meet its fault meanwhile, and ask for them undisturbed.
+
+        Where the phase was over before the step that was drawn, all of it is done once more, at the phase's first step.
 
         Raises Unavailable where the cluster is not whole again in time, and what the undisturbed answers raise.
         """

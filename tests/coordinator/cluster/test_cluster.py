@@ -750,21 +750,43 @@ async def test_a_worker_that_cannot_take_a_place_changes_nothing(hosts: Hosts) -
         lost.cancel()
 
 
+@pytest.mark.usefixtures("soon_back")
 async def test_who_is_told_to_stop_has_an_heir(hosts: Hosts) -> None:
     """A worker that stands by and is ready for its place; without one it is left to its end."""
     first, second, third = await hosts(3)
     async with cluster_of(at([first, second]), standbys=standing_by([third])) as cluster:
         await ready(cluster)
         waiting = asyncio.create_task(cluster.leaving())
-        third_leaves = asyncio.create_task(third.life.leave(lambda: True))
         second_leaves = asyncio.create_task(second.life.leave(lambda: True))
         leaving = await asyncio.wait_for(waiting, 10)
         assert (leaving.name, leaving.to) == ("stage 1", third.address)
         successor = await cluster.prepare(leaving.name, leaving.to)
         await cluster.exchange(successor)
+        third_leaves = asyncio.create_task(third.life.leave(lambda: True))
         waiting = asyncio.create_task(cluster.leaving())
         # That one is told to stop as well, and nobody stands by for it.
         done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done
+        # Who was told to stop first is started again, and stands by in its turn.
+        await cluster.retire(successor, comes_back=True)
+        await second.stop()
+        await second.start()
+        leaving = await asyncio.wait_for(waiting, 10)
+        assert (leaving.name, leaving.to) == ("stage 1", second.address)
+        await asyncio.gather(second_leaves, third_leaves)
+
+
+async def test_who_is_told_to_stop_takes_no_place(hosts: Hosts) -> None:
+    """A worker that stands by, and is told to stop at the same time as a stage's."""
+    first, second, third = await hosts(3)
+    async with cluster_of(at([first, second]), standbys=standing_by([third])) as cluster:
+        await ready(cluster)
+        third_leaves = asyncio.create_task(third.life.leave(lambda: True))
+        await until(lambda: cluster._peers.leaving(third.address) is not None, 10)
+        second_leaves = asyncio.create_task(second.life.leave(lambda: True))
+        await until(lambda: cluster._peers.leaving(second.address) is not None, 10)
+        waiting = asyncio.create_task(cluster.leaving())
+        done, _ = await asyncio.wait([waiting], timeout=2 * LEAVING_LOOK_S)
         assert not done
         waiting.cancel()
         await asyncio.gather(second_leaves, third_leaves)

@@ -11,7 +11,7 @@ import pytest
 from flashsplit.shard.v1 import measure_pb2, model_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
 from services.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, rpc_failures_as_errors
 from services.layers import LayerRange
-from services.messages.description import PROTOCOL_MAJOR, FeatureTransport, HeadPlace, worker_to_message
+from services.messages.description import PROTOCOL_MAJOR, PROTOCOL_MINOR, FeatureTransport, HeadPlace, worker_to_message
 from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.messages.measure import ECHO_BYTES, MeasureRequest, speed_from_message
 from services.model.quantization import Quantization, QuantizedTo
@@ -103,7 +103,8 @@ async def test_another_major_version_is_refused_by_the_worker(channel: grpc.aio.
     request = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR + 1, protocol_minor=4)
     with pytest.raises(FailedPrecondition) as raised, rpc_failures_as_errors():
         await pb_grpc.WorkerServiceStub(channel).Describe(request)
-    assert f"the caller speaks protocol {PROTOCOL_MAJOR + 1}.4 and this side {PROTOCOL_MAJOR}.0" in str(raised.value)
+    both = f"the caller speaks protocol {PROTOCOL_MAJOR + 1}.4 and this side {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    assert both in str(raised.value)
     assert raised.value.reason == "PROTOCOL_MISMATCH"
 
 
