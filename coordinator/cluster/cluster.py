@@ -284,6 +284,11 @@ class Cluster:
         """Whether all local stages run and, as far as `lost` has found out, the others too."""
         return self._losses.stages_run
 
+    @property
+    def doubts(self) -> int:
+        """How often a worker was silent for so long that it was asked whether it lives, since it was last connected."""
+        return self._peers.doubts
+
     def loss(self, index: int) -> str | None:
         """Return how a worker was lost that is not back yet, as a sentence; None for all others.
 

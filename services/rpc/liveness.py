@@ -329,7 +329,8 @@ class Heartbeats:
 
     Use `close`. lost: the error that says that it has fallen silent, None before. Workers that send no heartbeats are
     never lost. leaving: whether it says that it was told to stop. lost_after_s: how long nothing need be heard of it
-    until it is lost, where its heartbeats came regularly.
+    until it is lost, where its heartbeats came regularly. doubts: how often it was asked whether it lives, since it was
+    silent.
     """
 
     def __init__(
@@ -349,6 +350,7 @@ class Heartbeats:
         self._trouble: Unavailable | None = None
         self.lost: Unavailable | None = None
         self.leaving = False
+        self.doubts = 0
         self._task = asyncio.ensure_future(self._run())
 
     def guard(self, stream: ClientStream) -> None:
@@ -455,6 +457,7 @@ class Heartbeats:
             if self._regularity.silent_s < SUSPECTED_S:
                 continue
             log.debug("worker.suspected", address=self._address, silent_s=self._regularity.silent_s)
+            self.doubts += 1
             if await is_held_up(self._address, self._security, self.lost_after_s):
                 # Whether a process of this host has a reason to be silent is seen in what it does.
                 self._regularity.seen(0.0 if self._state() is not None else LONGEST_S)

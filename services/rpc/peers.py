@@ -214,6 +214,12 @@ class Peers:
         connection = self._connections.get((address, "steps"))
         return connection.heartbeats if connection is not None and connection.heartbeats.leaving else None
 
+    @property
+    def doubts(self) -> int:
+        """How often workers were silent and asked whether they live, over the connections that there are."""
+        connections = [connection for (_, use), connection in self._connections.items() if use == "steps"]
+        return sum(connection.heartbeats.doubts for connection in connections)
+
     def is_connected(self, address: str) -> bool:
         """Return whether a worker can be called now without connecting to it first."""
         connection = self._connections.get((address, "steps"))

@@ -84,11 +84,15 @@ class Shape:
     site: Site = Site.CHILDREN
 
     @property
+    def placed(self) -> list[str]:
+        """The names of its workers that have a part."""
+        return [*(f"stage {number}" for number in range(self.stages)), *(["draft worker"] if self.draft_apart else [])]
+
+    @property
     def workers(self) -> list[str]:
         """The names of its workers, as `Cluster.processes` has them."""
         return [
-            *(f"stage {number}" for number in range(self.stages)),
-            *(["draft worker"] if self.draft_apart else []),
+            *self.placed,
             *(f"stand-by {number}" for number in range(self.standbys)),
         ]
 

@@ -9,7 +9,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ import click
 
 from coordinator.bench.counts import counts_option
 from coordinator.bench.faults.cases import Fault, Phase, Shape, Site, spread_cases
-from coordinator.bench.faults.drill import Drill, Outcome
+from coordinator.bench.faults.drill import Drill, Outcome, Undisturbed
 from coordinator.bench.faults.elsewhere import Elsewhere
 from coordinator.bench.faults.figures import summarise, table
 from coordinator.bench.faults.switch import why_no_switch
@@ -85,6 +85,15 @@ class FaultOptions:
         float,
         Flag("How long those pauses and cuts last.", type=click.FloatRange(0, min_open=True), metavar="SECONDS"),
     ] = 30.0
+    quiet_minutes: Annotated[
+        float,
+        Flag(
+            "Beforehand, how long clients ask for answers while nothing befalls anybody, all clusters together. No "
+            "worker may be taken for lost then, however busy the host is.",
+            type=click.FloatRange(0),
+            metavar="MINUTES",
+        ),
+    ] = 0.0
     phases: Annotated[
         str | None,
         Flag(
@@ -140,6 +149,7 @@ async def faults(
     \b
       flashsplit bench faults --model DIR --draft DIR --exact --standby cpu
       flashsplit bench faults --model DIR --kills 12 --stops 0 --workers 2 --requests 1 --phases decode,save
+      flashsplit bench faults --model DIR --quiet-minutes 10 --kills 0 --stops 0 --drains 0 --pauses 0 --cuts 0
 
     Starts clusters on this host, one for each number of stages, and with --draft one more each that has the draft in a
     worker of its own. Every kind of worker is lost in every phase of answers: while prompts are computed, while tokens
@@ -153,6 +163,9 @@ async def faults(
       unshare --user --map-root-user --net flashsplit bench faults --model DIR --kills 0 --cuts 4 --pause-for 60
 
     Ctrl-C ends all that was started and shows the figures so far.
+
+    With --quiet-minutes clients ask first while nothing befalls anybody, as many as --requests says at most; no worker
+    may be taken for lost then.
 
     Exit status 0 says that no answer was lost, none came out otherwise, and nothing was left behind: no process, no
     directory, no socket, no shared memory. 1 says that something of it happened; the table tells what. On CPUs give
@@ -173,16 +186,18 @@ async def faults(
         counts[Fault.CUT] = 0
     cases = spread_cases(shapes, phases, requests, counts, wanted.seed)
     outcomes: list[Outcome] = []
+    undisturbed: list[Undisturbed] = []
     left: list[str] = []
     measured: list[WorkerDescription] = []
     try:
         with progress_bars() as progress, tempfile.TemporaryDirectory(prefix="flashsplit-faults-") as folder:
-            task = progress.add_task("starting workers", total=len(cases))
-            if cases:
-                # Libraries open files of their own with the first cluster, and keep them.
-                async with started(files, model, cluster, standby, cases[0].shape, folder):
-                    pass
-            for shape, of_shape in itertools.groupby(cases, key=lambda case: case.shape):
+            quiet = [shape for shape in shapes if shape.site is Site.CHILDREN] if wanted.quiet_minutes else []
+            task = progress.add_task("starting workers", total=len(quiet) + len(cases))
+            # Libraries open files of their own with the first cluster, and keep them.
+            async with started(files, model, cluster, standby, shapes[0], folder):
+                pass
+            groups = [(shape, [*of_shape]) for shape, of_shape in itertools.groupby(cases, key=lambda case: case.shape)]
+            for shape, of_shape in (*((shape, None) for shape in quiet), *groups):
                 watched = Watched()
                 before = watched.traces()
                 async with started(files, model, cluster, standby, shape, folder) as (running, elsewhere):
@@ -190,16 +205,25 @@ async def faults(
                     measured = [*running.cluster.workers]
                     drill = Drill(running, running.cache, files, watched, elsewhere, wanted.pause_for)
                     async with supervised(running.cluster, quiet=drill.quiet):
-                        for case in of_shape:
+                        if of_shape is None:
+                            progress.update(task, description=f"nothing befalls {shape.stages} stages")
+                            lasts_s = 60 * wanted.quiet_minutes / len(quiet)
+                            undisturbed.append(await drill.leave_alone(shape, max(requests), lasts_s))
+                            progress.advance(task)
+                        for case in of_shape or ():
                             place = f"{case.fault} {case.worker} of {shape.stages}, {case.phase}"
                             progress.update(task, description=place)
                             outcomes.append(await drill.run(case))
                             progress.advance(task)
                 left += await left_behind(watched, before)
     finally:
-        show(output, outcomes, left, measured, no_cuts)
-    if left or not all(row.is_clean for row in summarise(outcomes)):
-        raise FailedPrecondition("answers were lost or came out otherwise, or something was left behind: see above")
+        show(output, outcomes, undisturbed, left, measured, no_cuts)
+    is_clean = all(row.is_clean for row in summarise(outcomes)) and all(one.is_clean for one in undisturbed)
+    if left or not is_clean:
+        raise FailedPrecondition(
+            "answers were lost or came out otherwise, workers were taken for lost that were not, or something was left "
+            "behind: see above"
+        )
 
 
 def check(cluster: ClusterOptions, standby: StandbyOptions, files: ModelFiles) -> None:
@@ -262,6 +286,7 @@ async def left_behind(watched: Watched, before: Traces) -> list[str]:
 def show(
     output: OutputOptions,
     outcomes: Sequence[Outcome],
+    undisturbed: Sequence[Undisturbed],
     left: Sequence[str],
     measured: Sequence[WorkerDescription],
     no_cuts: str | None,
@@ -273,12 +298,31 @@ def show(
     missed = [where(outcome) for outcome in outcomes if not outcome.befell]
     notes = [
         *wrong,
+        *map(while_undisturbed, undisturbed),
         *([f"these found no such worker or phase: {'; '.join(missed)}"] if missed else []),
         "left behind: " + (", ".join(left) or "nothing"),
         *([f"no link was cut: {no_cuts}"] if no_cuts is not None else []),
     ]
     output.show(
-        rows, table(rows), measured, note="\n".join(notes), left=left, wrong=wrong, missed=missed, no_cuts=no_cuts
+        rows,
+        table(rows),
+        measured,
+        note="\n".join(notes),
+        left=left,
+        wrong=wrong,
+        missed=missed,
+        no_cuts=no_cuts,
+        undisturbed=[asdict(one) for one in undisturbed],
+    )
+
+
+def while_undisturbed(one: Undisturbed) -> str:
+    """Return what became of answers while nothing befell anybody, in words."""
+    apart = ", draft apart" if one.draft_apart else ""
+    return (
+        f"undisturbed, {one.stages} stages{apart}: {one.seconds / 60:.1f} minutes, {one.clients} clients, "
+        f"{one.answers} answers, {one.tokens} tokens; {one.lost} lost, {one.different} with other tokens; workers were "
+        f"asked {one.doubts} times whether they live, and taken for lost {one.alarms} times"
     )
 
 

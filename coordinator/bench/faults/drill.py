@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.answer import Answer, Request
-from coordinator.bench.faults.cases import Case, Fault, Phase
+from coordinator.bench.faults.cases import Case, Fault, Phase, Shape
 from coordinator.bench.faults.elsewhere import Elsewhere
 from coordinator.bench.faults.traces import Watched
 from coordinator.cli.started_model import StartedModel
@@ -99,6 +99,32 @@ class Outcome:
     noticed_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """What became of answers while nothing befell anybody.
+
+    stages, draft_apart: the cluster's shape. seconds: how long it was; clients: so many asked all the while. tokens: of
+    all answers. lost: answers that ended with an error; different: that have other tokens than alone. doubts: how often
+    a worker was silent for so long that it was asked whether it lives; alarms: how often one was taken for lost.
+    """
+
+    stages: int
+    draft_apart: bool
+    seconds: float
+    clients: int
+    answers: int
+    tokens: int
+    lost: int
+    different: int
+    doubts: int
+    alarms: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no worker was taken for lost, no answer was, and none came out otherwise."""
+        return not (self.lost or self.different or self.alarms)
+
+
 class Drill:
     """One cluster, and the answers that it gives."""
 
@@ -121,6 +147,7 @@ class Drill:
         self._awaited: tuple[StepKind, ...] = ()
         self._countdown = 0
         self._reached = asyncio.Event()
+        self._alarms = 0
 
     async def run(self, case: Case) -> Outcome:
         """Ask for answers, have a worker meet its fault meanwhile, and ask for them undisturbed.
@@ -180,20 +207,69 @@ class Drill:
                 await asyncio.wait([passing])
         self._watch()
         await self._whole(lost)
-        undisturbed = []
-        for alone in await self._ask_all(self._plain, requests):
-            if alone.answer is None:
-                raise alone.error or Unavailable("an answer that nothing disturbed has not ended")
-            undisturbed.append(alone.answer)
+        undisturbed = await self._alone(requests)
         if case.phase in (Phase.SAVE, Phase.RESTORE):
             told += await self._ask_all(self._engine, requests)
             undisturbed *= 2
         return Outcome(case, befell, told, undisturbed, at, noticed_s)
 
+    async def leave_alone(self, shape: Shape, clients: int, lasts_s: float) -> Undisturbed:
+        """Have so many clients ask for one answer after the other while nothing befalls anybody.
+
+        Raises as `run` does.
+        """
+        await self._whole()
+        requests = [self._request(Case(-1, shape, "", Phase.SAVE, clients, Fault.KILL), one) for one in range(clients)]
+        alone = [await self._alone([request]) for request in requests]
+        began, doubts = time.monotonic(), self._cluster.doubts
+        told: list[list[Told]] = [[] for _ in requests]
+
+        async def ask_again_and_again(number: int) -> None:
+            while time.monotonic() - began < lasts_s:
+                told[number].append(await _ask(self._engine, requests[number]))
+
+        watching = asyncio.ensure_future(self._count_alarms(shape))
+        try:
+            await asyncio.gather(*(ask_again_and_again(number) for number in range(clients)))
+        finally:
+            watching.cancel()
+        seconds = time.monotonic() - began
+        pairs = [(one.answer, answer) for one_client, [answer] in zip(told, alone, strict=True) for one in one_client]
+        return Undisturbed(
+            stages=shape.stages,
+            draft_apart=shape.draft_apart,
+            seconds=seconds,
+            clients=clients,
+            answers=len(pairs),
+            tokens=sum(len(answer.token_ids) for answer, _ in pairs if answer is not None),
+            lost=sum(answer is None for answer, _ in pairs),
+            different=sum(answer is not None and answer.token_ids != one.token_ids for answer, one in pairs),
+            doubts=self._cluster.doubts - doubts,
+            alarms=self._alarms,
+        )
+
+    async def _count_alarms(self, shape: Shape) -> None:
+        """Count the workers that are taken for lost, until cancelled."""
+        self._alarms, known = 0, set[int]()
+        while True:
+            now = {index for index in range(len(shape.placed)) if self._cluster.loss(index) is not None}
+            self._alarms += len(now - known)
+            known = now
+            await asyncio.sleep(_LOOK_S)
+
     @property
     def quiet(self) -> Quiet:
         """The context within which no answer is given, once those that were asked for have ended."""
         return self._engine.quiet
+
+    async def _alone(self, requests: Sequence[Request]) -> list[Answer]:
+        """Return the answers that nothing disturbs, and of which no prefix is kept."""
+        undisturbed = []
+        for alone in await self._ask_all(self._plain, requests):
+            if alone.answer is None:
+                raise alone.error or Unavailable("an answer that nothing disturbed has not ended")
+            undisturbed.append(alone.answer)
+        return undisturbed
 
     async def _strike_meanwhile(self, successor: Successor, case: Case, draw: random.Random) -> int | None:
         """Hand a worker over to another one, and have one of both meet the fault meanwhile; return its process."""

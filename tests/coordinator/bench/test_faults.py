@@ -15,8 +15,8 @@ import pytest
 
 from coordinator.answer import Answer, Stats
 from coordinator.bench.faults.cases import Case, Fault, Phase, Shape, Site, spread_cases
-from coordinator.bench.faults.command import FaultOptions, faulty
-from coordinator.bench.faults.drill import Outcome, Told
+from coordinator.bench.faults.command import FaultOptions, faulty, while_undisturbed
+from coordinator.bench.faults.drill import Outcome, Told, Undisturbed
 from coordinator.bench.faults.figures import summarise
 from coordinator.bench.faults.switch import why_no_switch
 from coordinator.bench.faults.traces import Watched
@@ -128,6 +128,29 @@ def test_what_is_counted() -> None:
     outcomes = [Outcome(paused, True, told[:1], [alone], at=2.0, noticed_s=one) for one in (1.5, None, 2.0)]
     [row] = summarise(outcomes)
     assert (row.noticed_longest_ms, row.unnoticed) == (2000, 1)
+
+
+def test_what_is_counted_while_nothing_befalls_anybody() -> None:
+    """A worker that is taken for lost, an answer that is lost, and other tokens are each a fault of its own."""
+    clean = Undisturbed(
+        stages=2,
+        draft_apart=True,
+        seconds=90.0,
+        clients=4,
+        answers=7,
+        tokens=448,
+        lost=0,
+        different=0,
+        doubts=3,
+        alarms=0,
+    )
+    assert clean.is_clean
+    assert while_undisturbed(clean) == (
+        "undisturbed, 2 stages, draft apart: 1.5 minutes, 4 clients, 7 answers, 448 tokens; 0 lost, 0 with other "
+        "tokens; workers were asked 3 times whether they live, and taken for lost 0 times"
+    )
+    for field in ("lost", "different", "alarms"):
+        assert not replace(clean, **{field: 1}).is_clean
 
 
 def test_links_are_cut_in_a_network_of_its_own_alone(tmp_path: Path) -> None:
