@@ -58,6 +58,9 @@ LEAST_COST = 0.5
 of the beginning took long for another reason, blocks that bring nothing would seem to cost nothing, and no plain step
 would follow that tells better."""
 
+TRIED_TOKENS_OF_POOR = 1.0
+"""The same number of tokens where the answers before began so badly that plain decode promised more from the start."""
+
 SHORTEST_REST_STEPS = 16
 """Plain steps between two tries, however much was won before."""
 
@@ -98,6 +101,8 @@ class Speculation:
     _lost: float = 0.0
     """How many more of them plain steps would have come to in the time of those that verified the draft model's
     tokens."""
+    _tried_tokens: float = TRIED_TOKENS
+    """How many tokens more than their share may be lost."""
     _tries: int = 0
     """Blocks of the try that goes on."""
     _planned: deque[int] = field(default_factory=deque)
@@ -246,7 +251,7 @@ class Speculation:
         """How many tokens may be lost by drafting from now on, though plain decode promises more."""
         if self.costs.shared:
             return TRIED_SHARE / RESTS_AMONG_OTHERS * self._produced - self._lost
-        return TRIED_TOKENS + TRIED_SHARE * self._produced - self._lost
+        return self._tried_tokens + TRIED_SHARE * self._produced - self._lost
 
     def _risk(self, draft_tokens: int) -> float:
         """Return how many tokens a step with so many draft tokens loses at most."""
@@ -270,6 +275,9 @@ class Speculation:
             return
         blocks = 1.0 if self.costs.shared else GUESSED_BLOCKS
         self._acceptance = Acceptance(self.block_size - 1, self.costs.beginning, blocks)
+        values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)
+        if values is not None and max(values) <= values[0] * HYSTERESIS:
+            self._tried_tokens = TRIED_TOKENS_OF_POOR
         self._choose()
 
     def _choose(self) -> None:
