@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,6 +80,8 @@ class Stats:
 
     draft_tokens: those that were verified; accepted_tokens: those of them that are part of the answer. lookup_tokens
     and accepted_lookup_tokens: the ones among both that were looked up in the text, and are no draft model's.
+    draft_steps, lookup_steps: by a number of draft tokens, how many steps verified so many of a draft model, and so
+    many that were looked up; the others of `steps` verified none.
     acceptance_length: the mean number of tokens that a verify step produced, None without one. cached_tokens: prompt
     tokens that were not computed but restored from `cache_source` ("memory" or "disk", None where there were none),
     which took restore_ms. draft_lost: whether a draft that the answer should have had was lost. original_prompt_tokens:
@@ -107,6 +110,8 @@ class Stats:
     resumed: int = 0
     lookup_tokens: int = 0
     accepted_lookup_tokens: int = 0
+    draft_steps: Mapping[int, int] = field(default_factory=dict)
+    lookup_steps: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

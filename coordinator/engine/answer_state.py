@@ -179,6 +179,8 @@ class AnswerState:
             accepted_tokens=self.accepted,
             lookup_tokens=speculation.looked_up,
             accepted_lookup_tokens=self.accepted_lookups,
+            draft_steps=dict(sorted(speculation.draft_steps.items())),
+            lookup_steps=dict(sorted(speculation.lookup_steps.items())),
             acceptance_length=speculation.acceptance_length,
             draft_ms=times.draft_ns / 1e6,
             stages=shares,

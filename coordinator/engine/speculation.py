@@ -17,7 +17,7 @@ when they do.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -79,7 +79,8 @@ class Speculation:
     draft tokens cost, measured with the other requests. fixed: how many of the draft model's tokens each step verifies
     whatever is measured, None to choose. offered: draft tokens that were verified; looked_up: those of them that were
     looked up in the text. produced_by_verify: tokens that verify steps produced. draft_lost: whether the draft was
-    lost, before the answer began or on its way. notes: what the request's figures say about it.
+    lost, before the answer began or on its way. notes: what the request's figures say about it. draft_steps,
+    lookup_steps: how many steps verified so many of the draft model's tokens, and so many that were looked up.
     """
 
     block_size: int
@@ -92,6 +93,8 @@ class Speculation:
     produced_by_verify: int = 0
     draft_lost: bool = False
     notes: list[str] = field(default_factory=list)
+    draft_steps: Counter[int] = field(default_factory=Counter)
+    lookup_steps: Counter[int] = field(default_factory=Counter)
     _drafted_steps: int = 0
     """Verify steps with the draft model's tokens."""
     _acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
@@ -217,6 +220,7 @@ class Speculation:
             self.verify_steps += 1
             self.offered += draft_tokens
             self.produced_by_verify += accepted + 1
+            (self.lookup_steps if looked_up else self.draft_steps)[draft_tokens] += 1
         if looked_up:
             # They say nothing of the draft model's next ones.
             self.looked_up += draft_tokens

@@ -291,6 +291,8 @@ def _finished(message: generation_pb2.Finished) -> Finished:
             tuple(speculation.notes),
             speculation.lookup_tokens,
             speculation.accepted_lookup_tokens,
+            dict(speculation.draft_steps),
+            dict(speculation.lookup_steps),
         ),
     )
 

@@ -175,7 +175,8 @@ class SpeculationFigures:
 
     acceptance_length: the mean number of tokens that a verify step produced, None without such a step. lookup_tokens,
     accepted_lookup_tokens: of draft_tokens and accepted_tokens, those that no model proposed: they followed where the
-    last tokens stood before in the prompt or the answer.
+    last tokens stood before in the prompt or the answer. draft_steps, lookup_steps: by a number of draft tokens, how
+    many steps verified so many of a draft model, and so many that were looked up; the others of `steps` verified none.
     """
 
     steps: int = 0
@@ -185,6 +186,8 @@ class SpeculationFigures:
     notes: tuple[str, ...] = ()
     lookup_tokens: int = 0
     accepted_lookup_tokens: int = 0
+    draft_steps: Mapping[int, int] = field(default_factory=dict)
+    lookup_steps: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,6 +269,10 @@ def test_usage_and_timings(client: openai.OpenAI) -> None:
     assert 1 < told["acceptance_length"] <= 16
     rejected = whole.usage.completion_tokens_details.rejected_prediction_tokens
     assert told["draft_n"] == told["draft_n_accepted"] + rejected
+    # Kinds and lengths of the blocks that were used.
+    assert sum(int(count) * steps for count, steps in told["draft_steps"].items()) == told["draft_n"]
+    assert told["lookup_steps"] == {}
+    assert sum(told["draft_steps"].values()) + told["plain_steps"] == told["steps"]
 
 
 def test_usage_counts_every_prompt_once_and_every_choice(client: openai.OpenAI) -> None:

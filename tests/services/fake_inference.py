@@ -31,7 +31,7 @@ FINISHED = Finished(
     FinishReason.LENGTH,
     Usage(7, 3, 5, CacheSource.DISK),
     Timings(1.5, 2.5, 3.5, 4.5, 5.5),
-    SpeculationFigures(4, 30, 20, 6.25, ("plain decode: why not",)),
+    SpeculationFigures(4, 30, 20, 6.25, ("plain decode: why not",), 7, 5, {15: 1, 8: 1}, {7: 1}),
 )
 ANSWER: tuple[AnswerEvent, ...] = (
     Delta((), prompt=(PromptToken(2**32 - 1), PromptToken(0, TokenLogprobs(-0.5, (7, 2), (-0.25, -1.5), 2)))),

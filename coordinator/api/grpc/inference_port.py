@@ -156,5 +156,7 @@ def _finished(answer: Answer) -> Finished:
             stats.notes,
             stats.lookup_tokens,
             stats.accepted_lookup_tokens,
+            stats.draft_steps,
+            stats.lookup_steps,
         ),
     )

@@ -49,6 +49,10 @@ def timings_of(answer: Answer) -> dict[str, Any]:
         "draft_n_accepted": stats.accepted_tokens,
         "lookup_n": stats.lookup_tokens,
         "lookup_n_accepted": stats.accepted_lookup_tokens,
+        # By how many draft tokens they verified: of the model, looked up in the text, and none.
+        "draft_steps": {str(count): steps for count, steps in stats.draft_steps.items()},
+        "lookup_steps": {str(count): steps for count, steps in stats.lookup_steps.items()},
+        "plain_steps": stats.steps - sum(stats.draft_steps.values()) - sum(stats.lookup_steps.values()),
         "acceptance_length": stats.acceptance_length,
         "steps": stats.steps,
         "resumed": stats.resumed,

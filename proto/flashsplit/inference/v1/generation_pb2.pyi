@@ -207,7 +207,21 @@ class Timings(_message.Message):
     def __init__(self, prefill_ms: _Optional[float] = ..., restore_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., draft_ms: _Optional[float] = ..., compress_ms: _Optional[float] = ..., resumed: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("steps", "draft_tokens", "accepted_tokens", "acceptance_length", "notes", "lookup_tokens", "accepted_lookup_tokens")
+    __slots__ = ("steps", "draft_tokens", "accepted_tokens", "acceptance_length", "notes", "lookup_tokens", "accepted_lookup_tokens", "draft_steps", "lookup_steps")
+    class DraftStepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class LookupStepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +229,8 @@ class Speculation(_message.Message):
     NOTES_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_STEPS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     draft_tokens: int
     accepted_tokens: int
@@ -222,7 +238,9 @@ class Speculation(_message.Message):
     notes: _containers.RepeatedScalarFieldContainer[str]
     lookup_tokens: int
     accepted_lookup_tokens: int
-    def __init__(self, steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., notes: _Optional[_Iterable[str]] = ..., lookup_tokens: _Optional[int] = ..., accepted_lookup_tokens: _Optional[int] = ...) -> None: ...
+    draft_steps: _containers.ScalarMap[int, int]
+    lookup_steps: _containers.ScalarMap[int, int]
+    def __init__(self, steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., notes: _Optional[_Iterable[str]] = ..., lookup_tokens: _Optional[int] = ..., accepted_lookup_tokens: _Optional[int] = ..., draft_steps: _Optional[_Mapping[int, int]] = ..., lookup_steps: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "usage", "timings", "speculation")

@@ -115,10 +115,19 @@ async def test_draft_tokens_are_counted_by_kind_and_place(
     Figures(served)
     client = await connect(served)
 
+    told: dict[str, Any] = {}
+
     async def ask() -> None:
-        assert (await client.post(CHAT, HI | {"max_tokens": 150}))[0] == 200
+        status, reply = await client.post(CHAT, HI | {"max_tokens": 150})
+        assert status == 200
+        told.update(reply["timings"])
 
     found = await numbers(served, ask=ask)
+    steps = {name: sum(told[name].values()) for name in ("draft_steps", "lookup_steps")}
+    assert {name for name, count in steps.items() if count} == {"draft_steps" if kind == "model" else "lookup_steps"}
+    assert sum(steps.values()) + told["plain_steps"] == told["steps"]
+    verified = [int(count) * taken for name in steps for count, taken in told[name].items()]
+    assert sum(verified) == told["draft_n"]
     offered, accepted = (
         {int(dict(labels)["place"]): value for (name, labels), value in found.items() if name == wanted}
         for wanted in ("flashsplit_draft_tokens_by_place_total", "flashsplit_accepted_tokens_by_place_total")
