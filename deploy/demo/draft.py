@@ -213,8 +213,8 @@ class Draft(nn.Module):
     def start_from(self, other: "Draft", embedding: Tensor) -> None:
         """Take over all that a trained draft of the same layers has; a narrower MLP its heaviest elements.
 
-        A selector's vectors of the token before become the main directions of the target's
-        embedding [V, H], so that tokens of a kind are of a kind for it too.
+        Where it has no selector, the vectors of the token before become the main directions of the
+        target's embedding [V, H], so that tokens of a kind are of a kind for a selector too.
         """
         trained = other.state_dict()
         for index in range(self.shape.num_hidden_layers):
@@ -224,7 +224,7 @@ class Draft(nn.Module):
             trained |= {gate: trained[gate][kept], up: trained[up][kept], down: trained[down][:, kept]}
         own = self.state_dict()
         self.load_state_dict({name: trained.get(name, tensor) for name, tensor in own.items()})
-        if self.candidate_selector is not None:
+        if self.candidate_selector is not None and other.candidate_selector is None:
             vectors = embedding.float().cpu()
             directions = torch.linalg.svd(vectors - vectors.mean(0), full_matrices=False).U
             known = directions[:, : self.shape.selector_rank] * len(vectors) ** 0.5

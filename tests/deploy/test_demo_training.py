@@ -21,7 +21,8 @@ def test_exported_drafts_guess_as_in_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, int]
 ) -> None:
     """DFlash and DFlash2, of random weights: hidden rows and tokens of two blocks, and a config that the service reads;
-    before its own parts are trained, a DFlash2 draft made from a DFlash draft guesses as that one."""
+    before its own parts are trained, a DFlash2 draft made from a DFlash draft guesses as that one, and one made from a
+    trained DFlash2 draft has all of its parts."""
     monkeypatch.syspath_prepend(str(DEMO))
     draft, export, shapes = (importlib.import_module(name) for name in ("draft", "export", "shapes"))
     torch.manual_seed(0)
@@ -45,6 +46,9 @@ def test_exported_drafts_guess_as_in_training(
     for name, parameter in made.named_parameters():
         if "conv" in name or "successor" in name:
             torch.nn.init.normal_(parameter, std=0.5)
+    again = draft.Draft(shapes.DraftShape(32, 48, **sizes, **layers, **own))
+    again.start_from(made, torch.randn(96, 32))
+    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), made.parameters(), strict=True))
     export.write_draft(made, target, tmp_path, MASK)
     written = export.read_draft(tmp_path)
     config = dflash.read_config(storage.read_config(tmp_path))
