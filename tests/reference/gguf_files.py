@@ -31,9 +31,10 @@ ARCHITECTURES = {
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gemma4": gguf.MODEL_ARCH.GEMMA4,
 }
 
-UNCHANGED = ("qwen3", "qwen3_moe", "gpt_oss")
+UNCHANGED = ("qwen3", "qwen3_moe", "gpt_oss", "gemma4_text")
 """Families of whose numbers the converter changes none, once experts are apart."""
 
 HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -52,7 +53,7 @@ def all_of(name: str) -> ChooseType:
 def is_packed(name: str, shape: tuple[int, ...]) -> bool:
     """Whether the format's own tools pack a tensor: matrices, those of experts too, and no routers."""
     return len(shape) > 1 and not name.endswith(
-        ("mlp.gate.weight", "mlp.router.weight", "_gate.weight", "conv1d.weight", "bias")
+        ("mlp.gate.weight", "mlp.router.weight", "router.proj.weight", "_expert_gate.weight", "conv1d.weight", "bias")
     )
 
 
@@ -105,8 +106,7 @@ def write_gguf(
         kind = choose(name, changed.shape)
         whole = whole_scales(changed) if kind == "NVFP4" else None
         packed = pack(changed if whole is None else changed / whole, kind)
-        known = name.replace(".dt_bias", ".dt_proj.bias").replace("self_attn.sinks", "self_attn.sinks.weight")
-        target = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        target = stored_name(name, names)
         assert target is not None, name
         writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
         flat = packed.reshape(-1, packed.shape[-1]).view(np.uint8)
@@ -123,6 +123,8 @@ def write_gguf(
     scaling = text["rope_parameters"]
     if scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, text["head_dim"]))
+    if family == "gemma4":
+        writer.add_tensor("rope_freqs.weight", proportional_divisors(text))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,13 +132,24 @@ def write_gguf(
     if dense is not None:
         dense.mkdir()
         storage.write_config(dense, text | {"dtype": "float32", "torch_dtype": "float32"})
-        fused = family in ("qwen3_5_moe", "gpt_oss")
+        fused = family in ("qwen3_5_moe", "gpt_oss", "gemma4")
         meant = experts_apart(meant, fused=fused, alternating=family == "gpt_oss")
         storage.save_tensors(dense, meant if joined else grouped(meant, text))
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (checkpoint / name).exists():
                 (dense / name).write_bytes((checkpoint / name).read_bytes())
     return path
+
+
+def stored_name(name: str, names: gguf.TensorNameMap) -> str | None:
+    """Return what the converter calls a tensor, None for one that it does not know."""
+    layer, found, part = name.partition(".router.")
+    if found and part != "proj.weight" and layer.count(".") == 2:
+        return f"blk.{layer.rpartition('.')[2]}.{'ffn_gate_inp' if part == 'scale' else 'ffn_down_exps'}.scale"
+    known = name.replace(".dt_bias", ".dt_proj.bias")
+    known += ".weight" if name.endswith(("self_attn.sinks", "layer_scalar")) else ""
+    target: str | None = names.get_name(known, try_suffixes=(".weight", ".bias"))
+    return target
 
 
 def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> None:
@@ -150,16 +163,19 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
     experts = text.get("num_experts", text.get("num_local_experts"))
     if experts is not None:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(text["num_experts_per_tok"])
+        writer.add_expert_used_count(text.get("num_experts_per_tok", text.get("top_k_experts")))
         writer.add_expert_feed_forward_length(text.get("moe_intermediate_size", text["intermediate_size"]))
         if "shared_expert_intermediate_size" in text:
             writer.add_expert_shared_feed_forward_length(text["shared_expert_intermediate_size"])
-    if "intermediate_size" in text:
+    if "intermediate_size" in text and not text.get("use_double_wide_mlp"):
         writer.add_feed_forward_length(text["intermediate_size"])
     writer.add_head_count(text["num_attention_heads"])
-    writer.add_head_count_kv(text["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if text["model_type"] == "gemma4_text":
+        add_gemma4(writer, text)
+    else:
+        writer.add_head_count_kv(text["num_key_value_heads"])
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
@@ -168,7 +184,7 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
         writer.add_rope_scaling_factor(full["factor"])
     if full["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-    if text["model_type"] in ("gemma3_text", "gpt_oss"):
+    if text["model_type"] in ("gemma3_text", "gemma4_text", "gpt_oss"):
         writer.add_sliding_window(text["sliding_window"])
     if text.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(text["final_logit_softcapping"])
@@ -183,6 +199,38 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
         writer.add_ssm_group_count(text["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(text["linear_num_value_heads"])
         writer.add_ssm_inner_size(text["linear_value_head_dim"] * text["linear_num_value_heads"])
+
+
+def add_gemma4(writer: gguf.GGUFWriter, text: dict[str, Any]) -> None:
+    """Add what Gemma 4 says of its two kinds of layers, of layers that share, and of per-layer embeddings."""
+    sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
+    wide, narrow, layers = text["global_head_dim"], text["head_dim"], text["num_hidden_layers"]
+    shared, kv_heads = text["num_kv_shared_layers"], text["num_key_value_heads"]
+    full_kv_heads = text["num_global_key_value_heads"]
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_head_count_kv(
+        kv_heads if full_kv_heads is None else [kv_heads if one else full_kv_heads for one in sliding]
+    )
+    for add, size in (
+        (writer.add_key_length, wide),
+        (writer.add_value_length, wide),
+        (writer.add_key_length_swa, narrow),
+        (writer.add_value_length_swa, narrow),
+    ):
+        add(size)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(text["hidden_size_per_layer_input"])
+    writer.add_rope_freq_base_swa(text["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if text["use_double_wide_mlp"]:
+        inner = text["intermediate_size"]
+        writer.add_feed_forward_length([inner if layer < layers - shared else 2 * inner for layer in range(layers)])
+
+
+def proportional_divisors(text: dict[str, Any]) -> Array:
+    """Return what Gemma 4's frequencies are divided by in full layers, so that some pairs turn alone."""
+    pairs = text["global_head_dim"] // 2
+    turning = int(pairs * text["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    return np.array([1.0] * turning + [1e30] * (pairs - turning), dtype=np.float32)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, pre: str = "starcoder") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,15 @@ class Metadata:
         if type(value) is not int or value < at_least:
             raise self._wrong(key, value, f"a whole number of at least {at_least}")
         return value
+
+    def by_layer(self, key: str, layers: int) -> list[int]:
+        """Return a whole number of each layer, which may be one for all of them."""
+        if not isinstance(self._values.get(self._named(key)), GgufArray):
+            return [self.integer(key)] * layers
+        items = self._items(key)
+        if len(items) != layers or any(type(item) is not int or item < 1 for item in items):
+            raise self._wrong(key, items, f"a whole number of at least 1 for each of {layers} layers")
+        return [int(item) for item in items]
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number above 0: of those that are the same float32 the one that is written shortest, which is what
@@ -84,6 +94,12 @@ class Metadata:
     def starting_with(self, prefix: str) -> dict[str, Value]:
         """Return what keys of this beginning hold, by what follows it."""
         return {key[len(prefix) :]: value for key, value in self._values.items() if key.startswith(prefix)}
+
+    def with_keys(self, values: Mapping[str, Value]) -> Metadata:
+        """Return the same with other values of some keys."""
+        other = copy.copy(self)
+        other._values = {**self._values, **{self._named(key): value for key, value in values.items()}}
+        return other
 
     def unsupported(self, key: str, accepted: str) -> Unimplemented:
         """Return the error for a value that is not served. accepted: what is, or what to do."""

@@ -81,6 +81,19 @@ def gemma3(path: Path) -> Path:
     return checkpoints.write_gemma3(path, layers=7, pattern=6, scalar=16, stretched=True, cap=8.0)
 
 
+def gemma4(path: Path) -> Path:
+    return checkpoints.write_gemma4(path, older=True)
+
+
+def gemma4_experts(path: Path) -> Path:
+    return checkpoints.write_gemma4(path, older=True, experts=8, keys_as_values=False)
+
+
+def gemma4_sharing(path: Path) -> Path:
+    """Layers that share keys and values, with dense parts twice as wide, and per-layer embeddings."""
+    return checkpoints.write_gemma4(path, older=True, layers=6, sharing=2, wide_mlp=True, per_layer=32)
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint and how it is packed. split: tensors of a file, 0 for one file. joined: as of `write_gguf`."""
@@ -113,6 +126,10 @@ CASES = {
     "gpt_oss MXFP4": Case(gpt_oss, mxfp4_experts),
     "gemma3 F32": Case(gemma3, all_of("F32")),
     "gemma3 Q8_0": Case(gemma3, all_of("Q8_0")),
+    "gemma4 F32": Case(gemma4, all_of("F32")),
+    "gemma4 Q8_0": Case(gemma4, all_of("Q8_0")),
+    "gemma4 experts Q8_0 joined": Case(gemma4_experts, all_of("Q8_0"), joined=True),
+    "gemma4 sharing Q8_0": Case(gemma4_sharing, all_of("Q8_0")),
 }
 
 

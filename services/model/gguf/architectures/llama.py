@@ -14,14 +14,15 @@ from services.model.gguf.decoder_config import DECODER_NAMES, decoder_config
 from services.model.gguf.metadata import Metadata
 from services.model.gguf.tensors import InterleavedHalves, StoredTensor
 
-_DIVISORS = "rope_freqs.weight"
+DIVISORS = "rope_freqs.weight"
+"""The name of what each frequency of RoPE is divided by, where files have that."""
 
 
 def read_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """Return the configuration, as `Architecture` says."""
     config = decoder_config(metadata, tensors)
-    if _DIVISORS in tensors:
-        divisors = {"rope_type": "divided", "divisors": _read_numbers(tensors[_DIVISORS])}
+    if DIVISORS in tensors:
+        divisors = {"rope_type": "divided", "divisors": read_numbers(tensors[DIVISORS])}
         config["rope_parameters"] = config["rope_parameters"] | divisors
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **config}
 
@@ -40,7 +41,7 @@ def stored_tensor(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -> S
     return StoredTensor(tensor, tensor.shape, rows=InterleavedHalves(heads[stem], config["head_dim"]))
 
 
-def _read_numbers(tensor: GgufTensor) -> list[float]:
+def read_numbers(tensor: GgufTensor) -> list[float]:
     """Return the numbers of a vector of float32. Raises DataLoss for a file that ends before, or another type."""
     with tensor.path.open("rb") as file:
         file.seek(tensor.begin)

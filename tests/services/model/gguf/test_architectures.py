@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,13 +31,21 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_next": checkpoints.write_qwen3_next,
     "gpt_oss": lambda path: checkpoints.write_gpt_oss(path, mlp=32, limit=7.0, rope_scaling=YARN),
     "gemma3": lambda path: checkpoints.write_gemma3(path, layers=7, pattern=6, scalar=16, stretched=True, cap=8.0),
+    "gemma4": lambda path: checkpoints.write_gemma4(path, older=True),
+    "gemma4-untied": lambda path: checkpoints.write_gemma4(path, older=True, tied=False, keys_as_values=False),
+    "gemma4-experts": lambda path: checkpoints.write_gemma4(path, older=True, experts=8),
+    "gemma4-sharing": lambda path: checkpoints.write_gemma4(
+        path, older=True, layers=6, sharing=2, wide_mlp=True, per_layer=32
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_configuration_and_tensors_are_the_checkpoints(tmp_path: Path, name: str) -> None:
     checkpoint = WRITERS[name](tmp_path / name)
-    path = write_gguf(checkpoint, tmp_path / "model.gguf", all_of("Q8_0"), joined=name == "qwen3_next")
+    path = write_gguf(
+        checkpoint, tmp_path / "model.gguf", all_of("Q8_0"), joined=name in ("qwen3_next", "gemma4-experts")
+    )
     raw = read_config(path)
     config, expected = read_model_config(raw), read_model_config(storage.read_config(checkpoint))
     assert replace(config, dtype=None) == replace(expected, dtype=None)
@@ -45,11 +53,14 @@ def test_configuration_and_tensors_are_the_checkpoints(tmp_path: Path, name: str
     assert raw["eos_token_id"] == text["eos_token_id"]
 
     headers = read_headers(path, raw, "--model")
-    assert {name: header.shape for name, header in headers.items()} == target_shapes(config)
+    # Divisors of RoPE's frequencies are read as configuration.
+    shapes = {name: header.shape for name, header in headers.items() if name != "rope_freqs.weight"}
+    assert shapes == target_shapes(config)
     tensors = TargetTensors(config, headers, path)
     assert [len(tensors.layer(layer)) > 0 for layer in range(config.num_layers)]
     experts = config.experts is not None
-    matrix = headers[f"model.layers.0.mlp.{'experts.7.' if experts else ''}up_proj.weight"]
+    end = "experts.7.up_proj.weight" if experts else "mlp.up_proj.weight"
+    [matrix] = [header for name, header in headers.items() if name.startswith("model.layers.0.") and name.endswith(end)]
     assert matrix.packed is not None
     assert (matrix.code, matrix.packed.bits, matrix.packed.group) == ("Q8_0", 8, 32)
     assert matrix.packed.stored_bytes == (32 if experts else 128) * 64 // 32 * 34
@@ -71,6 +82,16 @@ def write(path: Path, architecture: str, change: Callable[[gguf.GGUFWriter], Non
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_gemma4_heads(writer: gguf.GGUFWriter, kv_heads: list[int], divisors: Sequence[float] = ()) -> None:
+    """Add the sizes of Gemma 4's heads."""
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(8)
+    writer.add_key_length_swa(4)
+    writer.add_sliding_window(16)
+    if divisors:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +132,30 @@ def write(path: Path, architecture: str, change: Callable[[gguf.GGUFWriter], Non
             lambda writer: writer.add_expert_count(2**31),
             InvalidArgument,
             "expert_count is 2147483648, but blk.0.ffn_down_exps.weight is missing; it must be .experts, rows,",
+        ),
+        (
+            "gemma3",
+            lambda writer: writer.add_sliding_window_pattern([True, False]),
+            InvalidArgument,
+            "gemma3.attention.sliding_window_pattern is '.True, False.'; it must be true or false for each of 1 layers",
+        ),
+        (
+            "gemma4",
+            lambda writer: add_gemma4_heads(writer, [2, 1]),
+            InvalidArgument,
+            "gemma4.attention.head_count_kv is '.2, 1.'; it must be a whole number of at least 1 for each of 1 layers",
+        ),
+        (
+            "gemma4",
+            lambda writer: add_gemma4_heads(writer, [2]),
+            InvalidArgument,
+            "attention.head_count_kv is .2.; it must be one number for all full layers, and one for all sliding ones",
+        ),
+        (
+            "gemma4",
+            lambda writer: add_gemma4_heads(writer, [2], divisors=[1, 2, 1e30, 1e30]),
+            InvalidArgument,
+            "rope_freqs.weight must be 4 numbers, 1 for the first ones and at least 1e9 for all behind these",
         ),
     ],
 )
