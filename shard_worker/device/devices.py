@@ -98,6 +98,11 @@ class KernelTarget:
     float8_lack: str | None
     float32_precision: str
 
+    @property
+    def widest_heads(self) -> int:
+        """Numbers of the widest heads whose queries a warp's registers hold beside a tile of keys."""
+        return 512 if self.tile_bytes >= 16 << 10 else 256
+
 
 def build_vendor() -> str | None:
     """Return which vendor's GPUs this torch drives: "cuda", "hip" or None."""

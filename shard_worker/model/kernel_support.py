@@ -33,7 +33,7 @@ def can_run(device: Device, head_sizes: Sequence[int]) -> bool:
 
 def can_run_model(device: Device, config: ModelConfig) -> bool:
     """Return whether kernels run on a device for all kinds of heads that a target has, as `can_run` does. Its attention
-    may have wider ones than recurrent layers."""
+    may have wider ones than recurrent layers, where registers hold these."""
     linear = config.linear
     recurrent = () if linear is None else (linear.key_head_dim, linear.value_head_dim)
     attending = dict.fromkeys(shape.head_dim for shape in config.attention_shapes.values())
@@ -46,7 +46,7 @@ def _runs(device: Device, head_sizes: tuple[int, ...], widest: int) -> bool:
     target = devices.kernel_target(device.torch_device)
     if target is None:
         return False
-    lack = target.lack
+    lack, widest = target.lack, min(widest, target.widest_heads)
     if importlib.util.find_spec("triton") is None:
         lack = "Triton is not installed"
     elif odd := [size for size in head_sizes if not (16 <= size <= widest and size & (size - 1) == 0)]:

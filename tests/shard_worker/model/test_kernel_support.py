@@ -97,9 +97,13 @@ def test_attention_may_have_wider_heads_than_others(pretend: Pretend, tiny: Tiny
         for size, able in ((512, True), (1024, False)):
             wide = replace(gemma, full_attention=replace(gemma.full_attention, head_dim=size))
             assert can_run_model(device, wide) is able
+        widest = replace(gemma, full_attention=replace(gemma.full_attention, head_dim=512))
+        assert not can_run_model(pretend(amd("gfx1100")), widest)
+        device = pretend(nvidia(9, 0))
         assert not can_run_model(device, replace(hybrid, linear=replace(hybrid.linear, key_head_dim=512)))
     assert [event["why"] for event in logs] == [
         "heads have 1024 numbers, and 16, 32, 64, 128, 256 or 512 are needed",
+        "heads have 512 numbers, and 16, 32, 64, 128 or 256 are needed",
         "heads have 512 numbers, and 16, 32, 64, 128 or 256 are needed",
     ]
 

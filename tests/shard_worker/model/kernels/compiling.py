@@ -725,6 +725,8 @@ def main() -> None:
         print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
     for case in arguments.cases:
         targets = [name for name in arguments.targets if TARGETS[name].lack is None]
+        widest = CASES[case].target.get("global_head_dim", 0)
+        targets = [name for name in targets if widest <= TARGETS[name].widest_heads]
         if CASES[case].kv_dtype is not None:
             targets = [name for name in targets if TARGETS[name].float8_lack is None]
         launches = recorder.record(case, targets)
