@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import os
@@ -368,7 +369,8 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     await stopping.wait()
     await worker.leave()
     watching.cancel()
-    await asyncio.wait([watching])
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
     await server.set_serving(False)
     worker.life.end()
     ending = asyncio.ensure_future(worker.end_links_when_idle())

@@ -18,6 +18,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.compression.compressor import Compressor
 from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.generation import Generation
+from coordinator.engine.pause import PAUSE_S
 from coordinator.engine.request_checks import check_length, check_memory, session_tokens
 from coordinator.engine.request_span import RequestSpan
 from coordinator.engine.room import Place, Room
@@ -30,6 +31,9 @@ from services.telemetry.trace_context import current_call
 
 RETRY_AFTER_S = 1
 """When a client that was turned away should try again."""
+
+IDLE_S = 30.0
+"""How long to wait for a moment in which nothing runs, before answers are to wait in their midst."""
 
 _SETTLED_S = 0.1
 """Between two looks at whether prefixes are where they are to be kept."""
@@ -270,15 +274,27 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """Wait until nothing runs, and have requests wait that come within the context."""
+        """Wait until nothing runs, and have requests wait that come within the context.
+
+        Where something runs for IDLE_S, all answers wait behind their next steps, as by `paused`; those that come to no
+        end of a step by then go on and may lose their sessions, so that this is done only where they would be resumed.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(IDLE_S if self._resume_timeout_s else None):
+                    await self._settled()
+            except TimeoutError:
+                await stack.enter_async_context(self.paused(PAUSE_S))
+            else:
+                self._open.clear()
+                stack.callback(self._open.set)
+            yield
+
+    async def _settled(self) -> None:
+        """Wait until nothing runs, and prefixes are where they are to be kept."""
         while not self._idle.is_set() or (self.prefixes is not None and self.prefixes.pending):
             await self._idle.wait()
             await asyncio.sleep(_SETTLED_S)
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._open.set()
 
     @contextlib.asynccontextmanager
     async def paused(self, timeout_s: float) -> AsyncIterator[int]:

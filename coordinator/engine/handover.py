@@ -15,12 +15,9 @@ import structlog
 
 from coordinator.cluster.successor import Successor
 from coordinator.engine.engine import Engine
+from coordinator.engine.pause import PAUSE_S
 from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.snapshots import SnapshotOwner
-
-PAUSE_S = 30.0
-"""How long to wait for the ends of steps: a chunk of a prompt takes seconds on a slow device. An answer whose client
-does not read is not waited for longer, and computed anew where it has come to by then."""
 
 AGAIN_S = 2.0
 """Before another look at a worker that was told to stop and could not be drained."""

@@ -9,6 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+PAUSE_S = 30.0
+"""How long to wait for the ends of steps: a chunk of a prompt takes seconds on a slow device. An answer whose client
+does not read is not waited for longer, and computed anew where it has come to by then."""
+
 
 class Pause:
     """A pause of all answers at once. asked: whether they are to wait."""

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from coordinator.answer import Answer, Request
 from coordinator.cluster.cluster import Cluster, StandbyPlan
 from coordinator.cluster.loading import Checkpoints
@@ -77,6 +79,20 @@ async def tokens_of(engine: Engine, request: Request, *, waits_for: asyncio.Even
             if pieces == 3 and waits_for is not None:
                 await waits_for.wait()
     return tuple(told)
+
+
+def about_to_pause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """What is set when answers are told to wait behind their next steps."""
+    told, paused = asyncio.Event(), engine.paused
+
+    @contextlib.asynccontextmanager
+    async def tell_and_pause(timeout_s: float) -> AsyncIterator[int]:
+        told.set()
+        async with paused(timeout_s) as going_on:
+            yield going_on
+
+    monkeypatch.setattr(engine, "paused", tell_and_pause)
+    return told
 
 
 @contextlib.asynccontextmanager

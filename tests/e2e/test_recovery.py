@@ -15,9 +15,17 @@ from typing import Any
 import openai
 import pytest
 
+import coordinator.engine.engine
+from coordinator.answer import Request
+from coordinator.cluster.supervisor import supervised
+from coordinator.engine.engine import Engine
+from coordinator.text.model_files import read_model_files
+from services.layers import LayerRange
 from tests import forking
-from tests.e2e.conftest import ROOT, children, end, until
+from tests.e2e.conftest import ROOT, Pair, children, end, until
+from tests.e2e.prefix_client import TOKENS, about_to_pause, client, tokens_of
 from tests.e2e.server import DEMO, PAIR, Server, get, serving
+from tests.services.fakes import until as until_async
 
 CLUSTER = """
 model: {demo}/target
@@ -255,6 +263,43 @@ async def test_answers_go_on_over_the_workers_that_are_left(
                 until(lambda: readiness(server)["degraded"] is None, 60)
                 assert layers(server) == [(0, 4), (4, 8), (8, 12)]
                 assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
+    finally:
+        for process in workers:
+            end(process)
+
+
+@pytest.mark.slow
+async def test_layers_go_back_in_the_midst_of_answers(
+    pairs: dict[str, Pair],
+    prefix_cases: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a server is never idle: its answers wait while each worker gets its own layers back, and have the same
+    tokens."""
+    monkeypatch.setattr(coordinator.engine.engine, "IDLE_S", 0.0)
+    pair, (prompt, greedy) = pairs["qwen3"], prefix_cases["qwen3"]
+    workers = [worker(tmp_path, str(number)) for number in range(2)]
+    try:
+        async with client(pair, ",".join(f"unix:{tmp_path}/{number}.sock" for number in range(2))) as one:
+            cluster = one.cluster
+            engine = Engine(cluster, read_model_files(pair.target), one.cache, name="tiny", resume_timeout_s=60)
+            async with supervised(cluster, replace_after_s=0.0, quiet=engine.quiet):
+                workers[1].kill()
+                workers[1].wait()
+                await until_async(lambda: cluster.degraded is not None, 30)
+                may_end = about_to_pause(engine, monkeypatch)
+                asked = [
+                    asyncio.create_task(tokens_of(engine, Request(name, prompt, TOKENS), waits_for=may_end))
+                    for name in ("first", "second")
+                ]
+                await until_async(lambda: engine.load.running == 2, 30)
+                workers[1] = await asyncio.to_thread(worker, tmp_path, "1")
+                await until_async(lambda: cluster.degraded is None, 30)
+                assert [place.layers for place in cluster.snapshot_places(with_draft=False)] == [
+                    LayerRange(0, 3), LayerRange(3, 6),
+                ]  # fmt: skip
+                assert await asyncio.gather(*asked) == [greedy, greedy]
     finally:
         for process in workers:
             end(process)

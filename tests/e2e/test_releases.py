@@ -13,7 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,8 @@ from services.messages.description import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from services.rpc.peers import Peers
 from tests import forking
 from tests.e2e.conftest import ROOT, Pair, Worker, end, refusal, until
-from tests.e2e.prefix_client import TOKENS, client, tokens_of
+from tests.e2e.prefix_client import TOKENS, about_to_pause, client, tokens_of
+from tests.services.fakes import until as until_async
 
 [WHEEL] = (Path(__file__).parent / "releases").glob("*.whl")
 
@@ -76,12 +77,6 @@ async def protocol_of(address: str) -> tuple[int, int]:
     return described.protocol_major, described.protocol_minor
 
 
-async def holds(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.slow
 async def test_a_rolling_update(
     before: Path,
@@ -102,19 +97,12 @@ async def test_a_rolling_update(
         cluster, cache = one.cluster, one.cache
         engine = Engine(cluster, read_model_files(pair.target), cache, name="tiny", resume_timeout_s=30)
         handover = Handover(engine)
-        kept, may_end, paused = Counter[str](), asyncio.Event(), engine.paused
+        kept, may_end = Counter[str](), about_to_pause(engine, monkeypatch)
 
         def count(step: StepTaken) -> None:
             kept[step.request_id] += step.kept
 
-        @contextlib.asynccontextmanager
-        async def pause_within_answers(timeout_s: float) -> AsyncIterator[int]:
-            may_end.set()
-            async with paused(timeout_s) as going_on:
-                yield going_on
-
         engine.step_listeners.append(count)
-        monkeypatch.setattr(engine, "paused", pause_within_answers)
 
         async def answer_while(change: Awaitable[object]) -> int:
             """How many tokens were computed of two answers in the middle of which a worker is exchanged."""
@@ -124,7 +112,7 @@ async def test_a_rolling_update(
             may_end.clear()
             requests = [Request(name, prompt, TOKENS, speculate=name == "drafted") for name in ("drafted", "plain")]
             asked = [asyncio.create_task(tokens_of(engine, each, waits_for=may_end)) for each in requests]
-            await holds(lambda: len(kept) == 2)
+            await until_async(lambda: len(kept) == 2, 30)
             await change
             may_end.set()
             assert await asyncio.gather(*asked) == [greedy, greedy]
@@ -132,7 +120,7 @@ async def test_a_rolling_update(
             return kept.total()
 
         once = 2 * (len(prompt) + TOKENS - 1)
-        await holds(lambda: all(state.why is None for state in cluster.standbys))
+        await until_async(lambda: all(state.why is None for state in cluster.standbys), 30)
         for worker, to in (("stage 0", new["b"]), ("stage 1", old)):
             assert await answer_while(handover.drain(worker, to.address)) == once
             again = await one.ask(prompt)
@@ -144,15 +132,15 @@ async def test_a_rolling_update(
             async def stop(worker: Worker, by: Worker) -> None:
                 places = [by.address if address == worker.address else address for address in cluster.addresses]
                 worker.process.terminate()
-                await holds(lambda: [*cluster.addresses] == places)
+                await until_async(lambda: [*cluster.addresses] == places, 30)
 
             assert await answer_while(stop(old, new["c"])) > once
             await asyncio.to_thread(old.process.wait, 10)
             updated = start_at("old")
-            await holds(lambda: [state.why for state in cluster.standbys] == [None])
+            await until_async(lambda: [state.why for state in cluster.standbys] == [None], 30)
             assert await answer_while(stop(new["b"], updated)) == once
             assert cluster.addresses == (updated.address, new["c"].address)
-            await holds(lambda: [state.place for state in cluster.standbys] == [new["b"].address])
+            await until_async(lambda: [state.place for state in cluster.standbys] == [new["b"].address], 30)
 
 
 @pytest.mark.slow

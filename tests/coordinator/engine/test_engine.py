@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+import coordinator.engine.engine
 from coordinator.answer import Request
 from coordinator.engine.engine import Engine, FinishedRequest
 from services.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -181,6 +182,39 @@ async def test_while_an_engine_is_quiet_requests_wait() -> None:
     leave.set()
     assert await late == "hello"
     await quiet
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_an_engine_that_is_never_idle_is_quiet_all_the_same(
+    resumes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers wait in their midst, and go on behind it, where they would also behind a lost chain; else it is quiet
+    once they have ended."""
+    monkeypatch.setattr(coordinator.engine.engine, "IDLE_S", 0.0)
+    text = "the quick brown fox jumps over the lazy dog"
+    serving = engine(Script(says(text)), resume_timeout_s=10.0 if resumes else 0.0)
+    said: list[str] = []
+
+    async def ask() -> None:
+        async with serving.answering(request()) as generation:
+            async for piece in generation.pieces():
+                said.append(piece.text)
+                begun.set()
+                await asyncio.sleep(0)
+
+    begun = asyncio.Event()
+    asked = asyncio.create_task(ask())
+    await begun.wait()
+    async with serving.quiet():
+        assert all(session.closed for session in cast(Any, serving.cluster).sessions)
+        assert asked.done() == (not resumes)
+        so_far = [*said]
+        late = asyncio.create_task(answer(serving, request()))
+        await asyncio.sleep(0.02)
+        assert said == so_far
+        assert not late.done()
+    await asked
+    assert ["".join(said), await late] == [text, text]
 
 
 async def test_a_dead_cluster_is_not_tried() -> None:
