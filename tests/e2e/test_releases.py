@@ -165,6 +165,6 @@ def test_another_protocol_is_refused(before: Path, start_at: StartAt, pairs: dic
         older.address,
         f"{PROTOCOL_MAJOR - 1}.0",
         f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
-        "the same release",
+        "install the same",
     )
     assert all(word in err for word in words), err

@@ -198,8 +198,8 @@ class ServiceOptions:
         float,
         Flag(
             "How long a lost worker may take to come back, where none stands by, before its layers are split anew over "
-            "the others if these have room. When it is back the layers return to it while nothing runs, or after half a minute "
-            "between two steps.",
+            "the others if these have room. When it is back the layers return to it while nothing runs, or after half "
+            "a minute between two steps.",
             type=click.FloatRange(0),
             metavar="SECONDS",
         ),
