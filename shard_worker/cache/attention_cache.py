@@ -218,9 +218,10 @@ class AttentionCache:
             keys, values = narrowed(keys), narrowed(values)
         count = len(keys)
         self._before_writing(first, count)
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         for page, start, done, size in self._pieces(first, count):
-            page[layer, 0, :, start : start + size] = keys[done : done + size].transpose(0, 1)
-            page[layer, 1, :, start : start + size] = values[done : done + size].transpose(0, 1)
+            for held, given in zip(page[layer].narrow(2, start, size).unbind(), (keys, values), strict=True):
+                held.copy_(given if size == count else given.narrow(1, done, size))
 
     def span(self, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values in one layer's first slots to compute with, [kv_heads, slots, head_dim] each."""

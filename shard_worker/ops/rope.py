@@ -64,11 +64,10 @@ def apply_rope(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> tor
     table: from `rope_table`.
     """
     cos, sin = table
-    width = cos.shape[-1]
-    part = x[..., :width]
-    swapped = torch.cat((part[..., width // 2 :], part[..., : width // 2]), -1)
-    rotated = torch.addcmul(part * cos, swapped, sin)
-    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
+    width, passing = cos.shape[-1], x.shape[-1] - cos.shape[-1]
+    part = x.narrow(-1, 0, width) if passing else x
+    rotated = torch.addcmul(part * cos, part.roll(width // 2, -1), sin)
+    return torch.cat((rotated, x.narrow(-1, width, passing)), -1) if passing else rotated
 
 
 def _blended_by_wavelength(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

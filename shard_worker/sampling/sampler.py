@@ -13,6 +13,7 @@ from collections.abc import Sequence, Set as AbstractSet
 import torch
 
 from services.messages.sampling import SamplingParams
+from shard_worker.ops.largest import largest
 from shard_worker.sampling.drawing import Draw, draw, finite
 from shard_worker.sampling.grammar import GrammarState
 from shard_worker.sampling.masks import TokenMasks
@@ -107,7 +108,7 @@ class Sampler:
         if self._masks.active:
             logits = self._masks.apply(logits, token_ids, first_position, rows)
         if not self._sampling.temperature:
-            return logits.argmax(-1).tolist()
+            return largest(logits).tolist()
         return finite(draw(logits, [Draw(self._sampling, first_drawn + row) for row in range(len(logits))]))
 
     def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from services.model.choosers.argmax import ArgmaxConfig
 from shard_worker.drafting.choosers import GuessedRows
 from shard_worker.model.layer_weights import LayerTensors
+from shard_worker.ops.largest import largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Argmax:
     nbytes: int = 0
 
     def choose(self, rows: GuessedRows) -> torch.Tensor:
-        return rows.named(rows.logits.argmax(-1))
+        return rows.named(largest(rows.logits))
 
 
 def load(config: ArgmaxConfig, tensors: LayerTensors) -> Argmax:

@@ -63,8 +63,8 @@ def run(
     shape, count = weights.shape, len(x)
     heads, kv_heads = shape.heads, shape.kv_heads
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, shape.head_dim)
-    qk = projected[:, : heads + kv_heads]
-    values = projected[:, heads if shape.keys_as_values else heads + kv_heads :][:, :kv_heads]
+    qk, first_value = projected[:, : heads + kv_heads], heads if shape.keys_as_values else heads + kv_heads
+    values = projected[:, first_value : first_value + kv_heads]
     if weights.value_norm is not None and not weights.shares:
         values = rms_norm(values, weights.value_norm, config.norm_eps)
     if weights.qk_norm is not None:
