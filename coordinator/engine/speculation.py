@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.engine.acceptance import Acceptance
-from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of
+from coordinator.engine.batch_costs import PROBE_STEPS, BatchCosts, BatchTaken, expected_tokens, lengths_of
 
 WARM_UP_STEPS = 2
 """Verify steps before the first choice."""
@@ -126,6 +126,9 @@ class Speculation:
     def steady_steps(self) -> int | None:
         """How many of the next steps will be as long as the next one, since no measurement is planned or due before;
         None for any number."""
+        if not self._is_settled and self.costs.limit == 0:
+            # Plain decode of so many answers is measured, and then they draft.
+            return PROBE_STEPS
         if not self._planned:
             return None if self._is_settled or self._drafted_steps >= WARM_UP_STEPS else 1
         first = self._planned[0]

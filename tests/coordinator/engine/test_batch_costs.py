@@ -50,6 +50,16 @@ def test_a_new_answer_begins_as_the_others_go_on() -> None:
     assert Speculation(BLOCK, costs).draft_tokens() == BLOCK - 1
 
 
+def test_plain_decode_of_many_is_measured_for_a_few_steps() -> None:
+    """So many steps follow by themselves, and no more: what comes behind them is decided anew."""
+    costs = BatchCosts()
+    answers = [Speculation(BLOCK, costs) for _ in range(8)]
+    assert [answer.draft_tokens() for answer in answers] == [0] * 8
+    assert {answer.steady_steps for answer in answers} == {4}
+    decode(answers, costs, 4, 4, 0.02)
+    assert max(answer.draft_tokens() for answer in answers) > 0
+
+
 def test_answers_that_come_at_once_begin_as_many() -> None:
     """The first of them knows of the others too before it asks for draft tokens."""
     costs = BatchCosts()
