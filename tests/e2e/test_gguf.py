@@ -56,6 +56,42 @@ def test_answers_are_those_of_the_unpacked_checkpoint(model: tuple[Path, Path], 
     assert answer.choices[0].finish_reason == said["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
+def test_three_uneven_workers_answer_as_one(model: tuple[Path, Path]) -> None:
+    """With a memory limit for each, and layers shared as over a small card and two larger ones: the same tokens, of
+    which as many were drafted and accepted."""
+    told = [
+        generate(
+            *(
+                "--model",
+                model[0],
+                *DRAFT,
+                *devices,
+                "--chat",
+                "--prompt",
+                QUESTION,
+                "--temperature",
+                0,
+                "--max-tokens",
+            ),
+            96,
+        )
+        for devices in (
+            ("--target-devices", "cpu"),
+            (
+                *("--target-devices", "cpu@300MiB,cpu@500MiB,cpu@500MiB"),
+                *("--target-layer-split", "0.08,0.46,0.46"),
+            ),
+        )
+    ]
+    one, three = (answer["stats"] for answer in told)
+    assert [(stage["first_layer"], stage["last_layer"]) for stage in three["stages"]] == [(0, 1), (1, 6), (6, 12)]
+    assert told[0]["token_ids"] == told[1]["token_ids"]
+    for counted in ("steps", "draft_tokens", "accepted_tokens", "draft_steps"):
+        assert one[counted] == three[counted], counted
+    assert three["accepted_tokens"] > 50
+
+
 def test_grammars_and_templates_come_out_of_the_file(client: openai.OpenAI, server: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
     answer = client.chat.completions.create(
