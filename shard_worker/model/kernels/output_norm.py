@@ -19,6 +19,11 @@ def _add_normed(
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, SCALED: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr,
     BLOCK: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
+    """Compute BLOCK columns of a row of out [rows, width], as `add_normed` says.
+
+    squares: the sums of squares of every SQUARES columns of `made`, NORMED of them a row; where NORMED is 0, each row's
+    factor. THEN: another norm follows, so that scaled and totals are stored. SUMMED: so are the sums of columns.
+    """
     block = tl.program_id(1)
     ms, ns = tl.program_id(0) + tl.arange(0, 1), block * BLOCK + tl.arange(0, BLOCK)
     at, kept = ms[:, None] * width + ns[None, :], (ns < width)[None, :]
