@@ -105,13 +105,16 @@ async def test_each_gets_its_own_answer(seconds: float, tmp_path: Path) -> None:
     """64 clients, long and short prompts, greedy and seeded, whole and streamed, one in five hanging up midway."""
     with serving(
         tmp_path,
-        *(*PAIR, "--target-devices", "cpu,cpu", "--prefix-cache-bytes", "48MiB"),
+        *(*PAIR, "--target-devices", "cpu,cpu", "--prefix-cache-bytes", "16MiB"),
         *("--max-concurrent-requests", 16, "--max-waiting-requests", CLIENTS),
     ) as server:
         async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as root:
             client = root.with_options(base_url=f"{server.url}/v1")
             alone = [await ask(client, chat) for chat in CHATS]
-            # Caches fill and pools grow until here.
+            # Caches fill and pools grow until here, and the connections to workers by which kept prefixes are freed are
+            # opened when the first one is.
+            for number in range(12):
+                await ask(client, {"ask": f"{number}. {STORY}", "temperature": 0, "max_tokens": 1})
             await crowd(server, seconds / 3, alone)
             await idle(root)
             before = held(server)
