@@ -312,8 +312,8 @@ class StepBatches:
         [first, *_] = _steps(waiting[0])
         kind, most = first.session.kind(first.forward), self._share(first.session)
         alike = [one for one in waiting if _steps(one)[0].session.kind(_steps(one)[0].forward) == kind]
-        chunks = [one for one in alike if _is_chunk(one)]
-        kept = min(map(_rows_of, chunks), default=0)
+        chunks = _begun_first(alike)
+        kept = _rows_of(chunks[0]) if chunks else 0
         others = [one for one in alike if not _is_chunk(one)]
         chosen = _fitting(others, most, first.session.most_rows - kept)
         rows = sum(map(_rows_of, chosen))
@@ -447,7 +447,7 @@ class StepBatches:
         kinds |= {step.session.kind(step.forward) for one in waiting for step in _steps(one)}
         joining = [one for one in waiting if not _is_chunk(one)]
         rows_before = rows_following + sum(map(_rows_of, joining))
-        chunks = [one for one in waiting if _is_chunk(one)]
+        chunks = _begun_first(waiting)
         joining += _chunks_beside(
             chunks, len(following) + len(joining), rows_before, len(chunks), before.rows[0].session.most_rows
         )
@@ -523,6 +523,13 @@ def _is_chunk(waiting: WaitingStep | tuple[WaitingStep, ...]) -> bool:
     )
 
 
+def _begun_first(
+    waiting: Iterable[WaitingStep | tuple[WaitingStep, ...]],
+) -> list[WaitingStep | tuple[WaitingStep, ...]]:
+    """Return the chunks of prompts among those that wait, in turn, but first those of prompts that have begun."""
+    return sorted(filter(_is_chunk, waiting), key=lambda one: _steps(one)[0].forward.base_position == 0)
+
+
 def _fitting(
     waiting: Iterable[WaitingStep | tuple[WaitingStep, ...]], most: int, rows: int
 ) -> list[WaitingStep | tuple[WaitingStep, ...]]:
@@ -542,14 +549,13 @@ def _fitting(
 def _chunks_beside(
     chunks: Sequence[WaitingStep | tuple[WaitingStep, ...]], sessions: int, rows: int, most: int, most_rows: int
 ) -> list[WaitingStep | tuple[WaitingStep, ...]]:
-    """Return the chunks of prompts that are computed in one step with others, one at least where there are any: those
-    of prompts that have begun first.
+    """Return the chunks of prompts that are computed in one step with others, one at least where there are any.
 
-    sessions, rows: those of the others. most: how many chunks there may be. most_rows: those that a step may have.
+    chunks: in turn. sessions, rows: those of the others. most: how many chunks there may be. most_rows: those that a
+    step may have.
     """
-    begun_first = sorted(chunks, key=lambda one: _steps(one)[0].forward.base_position == 0)
     few = sessions >= len(chunks) and rows <= FEW_ROWS // 2
-    return _fitting(begun_first, most, (FEW_ROWS if few else most_rows) - rows)
+    return _fitting(chunks, most, (FEW_ROWS if few else most_rows) - rows)
 
 
 def _rows_of(waiting: WaitingStep | tuple[WaitingStep, ...]) -> int:

@@ -136,6 +136,20 @@ class AsGpu(Device):
         """Nothing is queued."""
 
 
+BY_KERNELS = (
+    "qwen3",
+    "qwen3-sliding",
+    "qwen3_5-ratio-3",
+    "qwen3_moe",
+    "qwen3_next",
+    "gpt_oss",
+    "glm4_moe",
+    "laguna",
+    "gemma3",
+    "gemma4",
+)
+"""Checkpoints of every family whose steps kernels run."""
+
 AS_GPU = AsGpu("cpu", torch.device("cpu"))
 
 

@@ -138,6 +138,16 @@ def test_no_answers_keep_a_prompt_waiting(rows: int) -> None:
     assert sum(map(len, others)) == 101 - len(first)
 
 
+def test_there_is_room_for_the_chunk_that_comes_first() -> None:
+    """And not for the shortest of them alone."""
+    scheduled = Scheduled()
+    scheduled.add_answers(100)
+    scheduled.add("new", StepKind.PREFILL, 64, 0)
+    scheduled.add("begun", StepKind.PREFILL, 500, 64)
+    first, *_ = scheduled.run()
+    assert first == [*(f"answer {number}" for number in range(12)), "begun"]
+
+
 def test_steps_of_another_kind_come_next() -> None:
     scheduled = Scheduled()
     scheduled.add("one", StepKind.VERIFY, 4, 100)

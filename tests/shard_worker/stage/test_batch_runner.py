@@ -17,22 +17,9 @@ from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import StepRunner
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
-from tests.shard_worker.tiny import Tiny, ids, load_stage
+from tests.shard_worker.tiny import BY_KERNELS, Tiny, ids, load_stage
 
 pytestmark = pytest.mark.gpu
-
-NAMES = (
-    "qwen3",
-    "qwen3-sliding",
-    "qwen3_5-ratio-3",
-    "qwen3_moe",
-    "qwen3_next",
-    "gpt_oss",
-    "glm4_moe",
-    "laguna",
-    "gemma3",
-    "gemma4",
-)
 
 
 @dataclass
@@ -65,7 +52,7 @@ def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_KERNELS)
 @torch.inference_mode()
 def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> None:
     """Whatever blocks, rows and sessions stand in a step, and however many of them count: logits and features."""

@@ -18,25 +18,13 @@ from shard_worker.stage.stage import Stage, StageState
 from shard_worker.stage.step_graph import StepRows
 from shard_worker.stage.step_runner import StepRunner
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
-from tests.shard_worker.tiny import Tiny, ids, load_stage
+from tests.shard_worker.tiny import BY_KERNELS, Tiny, ids, load_stage
 
 pytestmark = pytest.mark.gpu
 
 KV_DTYPES = (None, "float8_e4m3fn")
 WAYS: tuple[dict[str, Any], ...] = ({}, {"kv_dtype": "float8_e4m3fn"}, {"dtype": torch.float32})
-NAMES = (
-    "qwen3",
-    "qwen3-sliding",
-    "qwen3-bias",
-    "qwen3_5-ratio-3",
-    "qwen3_moe",
-    "qwen3_next",
-    "gpt_oss",
-    "glm4_moe",
-    "laguna",
-    "gemma3",
-    "gemma4",
-)
+NAMES = (*BY_KERNELS, "qwen3-bias")
 Load = Callable[..., Stage]
 
 
