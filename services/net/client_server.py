@@ -16,6 +16,7 @@ from services.errors import Unavailable, answering
 from services.net.channel import SERVER_OPTIONS
 from services.net.client_tls import ClientTls
 from services.net.interceptors import RefuseGarbage
+from services.net.listening import listen
 from services.net.message_parts import BoundParts
 from services.net.reflection import enable_reflection
 from services.net.revocation import RefuseRevoked
@@ -74,11 +75,8 @@ class ClientServer:
     def listen(self) -> None:
         """Take the port; calls wait until `start`. Raises Unavailable when it is taken or the host is another one's."""
         try:
-            if self._tls is None:
-                port = self._server.add_insecure_port(self.address)
-            else:
-                port = self._server.add_secure_port(self.address, self._tls.for_server())
-        except RuntimeError as error:
+            port = listen(self._server, self.address, None if self._tls is None else self._tls.for_server())
+        except OSError as error:
             raise Unavailable(
                 f"cannot listen on {self.address} for gRPC: it is in use or not of this host; choose another "
                 "--grpc-port, or --no-grpc",

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from services.addresses import socket_path
 from services.errors import Unavailable
 from services.net.channel import SERVER_OPTIONS
+from services.net.listening import listen
 
 
 class HealthPort:
@@ -28,8 +29,8 @@ class HealthPort:
     async def start(self) -> None:
         """Listen. Raises Unavailable when the port is taken."""
         try:
-            self._server.add_insecure_port(self.address)
-        except RuntimeError as error:
+            listen(self._server, self.address, None)
+        except OSError as error:
             raise Unavailable(
                 f"--health-port: cannot listen on {self.address}: the address is in use or not of this host",
                 address=self.address,

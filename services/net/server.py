@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.addresses import grpc_target, parse_address, socket_path
+from services.addresses import parse_address, socket_path
 from services.errors import Unavailable
 from services.net.channel import SERVER_OPTIONS
 from services.net.cluster_token import RequireToken
 from services.net.health_port import HealthPort
 from services.net.interceptors import RefuseGarbage
+from services.net.listening import listen
 from services.net.reflection import enable_reflection
 from services.net.revocation import RefuseRevoked
 from services.net.security import OPEN, Security
@@ -65,14 +66,10 @@ class Server:
         if path is not None and _answers(path):
             # gRPC would take the socket away from the process that listens on it.
             raise Unavailable(f"cannot listen on {self._requested}: another process does", address=self._requested)
-        target = grpc_target(self._requested)
         try:
             with _private_files():
-                if self._credentials is None:
-                    port = self._server.add_insecure_port(target)
-                else:
-                    port = self._server.add_secure_port(target, self._credentials)
-        except RuntimeError as error:
+                port = listen(self._server, self._requested, self._credentials)
+        except OSError as error:
             why = "the address is in use or not of this host" if path is None else "no socket can be made at this path"
             raise Unavailable(f"cannot listen on {self._requested}: {why}", address=self._requested) from error
         if path is None:

@@ -191,6 +191,41 @@ async def test_a_taken_port_is_refused(serve: Serve) -> None:
     await second.stop(0)
 
 
+@pytest.fixture(params=[(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def loopback(request: pytest.FixtureRequest) -> tuple[int, str]:
+    """One of the addresses that localhost stands for; not every machine has the second."""
+    family, host = request.param
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    return family, host
+
+
+async def test_a_name_is_listened_on_at_all_its_addresses(loopback: tuple[int, str]) -> None:
+    """Callers of localhost reach this server whichever address they try first."""
+    family, host = loopback
+    server = Server("localhost:0", registrations())
+    await server.start()
+    with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, int(server.address.removeprefix("localhost:"))))
+    await server.stop(0)
+
+
+async def test_a_name_whose_port_is_taken_at_one_address_is_refused(loopback: tuple[int, str]) -> None:
+    """A caller of the name could reach the other process."""
+    family, host = loopback
+    with socket.socket(family) as other:
+        other.bind((host, 0))
+        other.listen()
+        address = f"localhost:{other.getsockname()[1]}"
+        server = Server(address, registrations())
+        with pytest.raises(Unavailable, match=f"cannot listen on {address}: the address is in use"):
+            await server.start()
+        await server.stop(0)
+
+
 async def test_an_address_of_another_host_is_refused() -> None:
     """An address that this host doesn't have is refused by name."""
     server = Server("192.0.2.1:7001", registrations())
