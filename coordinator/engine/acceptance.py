@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 FORGETTING = 0.9
@@ -19,19 +20,42 @@ class Acceptance:
     be. share_k = (guess_k * share_(k-1) + accepted_k) / (guess_k + reached_k), where the guess weighs `blocks` at
     first, and all three shrink by FORGETTING with each block that reaches the place (discounted averages as of Garivier
     and Moulines, "On Upper-Confidence Bound Policies for Switching Bandit Problems", 2011).
+
+    Where the guesses come from other answers, a text that is harder at the places that were reached is taken to be
+    harder behind them as well: the odds of all guesses are multiplied by one number, the likeliest one of Rasch's model
+    ("Probabilistic Models for Some Intelligence and Attainment Tests", 1960), by one of Newton's steps from 1 on.
     """
 
-    def __init__(self, places: int, first: Sequence[float] = (), blocks: float = 1.0) -> None:
+    def __init__(
+        self, places: int, first: Sequence[float] = (), blocks: float = 1.0, ease_variance: float = 0.0
+    ) -> None:
         """places: draft tokens of the longest block. first: what is known of places before any block was verified, from
-        the first one on. blocks: as how many blocks that counts."""
+        the first one on. blocks: as how many blocks that counts. ease_variance: how much texts differ in how easy they
+        are: the variance of the logarithm of the odds that a draft token is accepted, between answers."""
         self._first = [*first[:places], *[None] * (places - len(first))]
         self._accepted = [0.0] * places
         self._reached = [0.0] * places
         self._guess = [blocks] * places
+        self._ease_variance = ease_variance
+        self.surplus = self.information = 0.0
+        """How many more draft tokens were accepted than the answers of others had it, and the variance of that if no
+        text were easier than another."""
+        self._surplus = self._information = 0.0
+        """The same, of which older blocks count less."""
 
-    def observe(self, draft_tokens: int, accepted: int) -> None:
-        """Add a block of so many draft tokens, the first `accepted` of which were accepted."""
+    def observe(self, draft_tokens: int, accepted: int, *, begins: bool = False) -> None:
+        """Add a block of so many draft tokens, the first `accepted` of which were accepted. begins: it is one of the
+        answer's first ones, of which `first` tells."""
+        self._surplus *= FORGETTING
+        self._information *= FORGETTING
         for place in range(min(draft_tokens, accepted + 1)):
+            if (first := self._first[place]) is not None:
+                surplus, information = (place < accepted) - first, first * (1 - first)
+                if begins:
+                    self.surplus += surplus
+                    self.information += information
+                self._surplus += surplus
+                self._information += information
             self._accepted[place] = FORGETTING * self._accepted[place] + (place < accepted)
             self._reached[place] = FORGETTING * self._reached[place] + 1
             self._guess[place] *= FORGETTING
@@ -40,8 +64,11 @@ class Acceptance:
     def shares(self) -> list[float]:
         """Of the blocks that reach each place, those whose draft token there is accepted, in all likelihood."""
         shares, before = [], FIRST_SHARE
+        ease = math.exp(self._ease_variance * self._surplus / (1 + self._ease_variance * self._information))
         counts = zip(self._first, self._guess, self._accepted, self._reached, strict=True)
         for first, guess, accepted, reached in counts:
-            before = (guess * (before if first is None else first) + accepted) / (guess + reached)
+            if first is not None:
+                before = ease * first / (1 - first + ease * first)
+            before = (guess * before + accepted) / (guess + reached)
             shares.append(before)
         return shares

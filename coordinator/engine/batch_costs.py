@@ -17,6 +17,16 @@ SMOOTHING = 0.2
 SLOW_SMOOTHING = 0.02
 """The same for what is known of all answers together."""
 
+EASE_SMOOTHING = 0.05
+"""Weight of the newest answer in what is known of how much texts differ."""
+
+FIRST_EASE_VARIANCE, FIRST_ANSWERS = 1.0, 4
+"""How much texts are taken to differ before there were answers, and as how many answers that counts."""
+
+EASE_ATTENUATION = 4.0
+"""By how much texts differ more than the moments tell: where nearly all or nearly no draft tokens are accepted, their
+number hardly says how easy a text is. Measured on chats, code and random tokens in turn."""
+
 KNOWN_STEPS = 8
 """First verify steps of answers behind which it is known how often draft tokens of a new one will be accepted, in all
 likelihood."""
@@ -124,6 +134,10 @@ class BatchCosts:
         self._looked_at = self._observed = self._verifies = self._beginnings = 0
         self.survival: list[float] = []
         self.beginning: list[float] = []
+        self._eases = FIRST_ANSWERS
+        self._ease_excess, self._ease_information = FIRST_EASE_VARIANCE / EASE_ATTENUATION, 1.0
+        """Moving averages, over answers, of the square of how many draft tokens more or fewer were accepted than in
+        others, less its variance if no text were easier than another; and of the square of that variance."""
 
     @property
     def shared(self) -> bool:
@@ -193,6 +207,21 @@ class BatchCosts:
         if begins:
             self._beginnings += 1
             observe_accepted(self.beginning, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._beginnings))
+
+    @property
+    def ease_variance(self) -> float:
+        """How much texts differ in how easy they are for the draft, as of `Acceptance`, by the method of moments."""
+        return EASE_ATTENUATION * max(0.0, self._ease_excess / self._ease_information)
+
+    def observe_ease(self, surplus: float, information: float) -> None:
+        """Record, of a whole answer, how many more draft tokens were accepted than in the answers of others, and the
+        variance of that if no text were easier than another."""
+        if not information:
+            return
+        self._eases += 1
+        weight = max(EASE_SMOOTHING, 1 / self._eases)
+        self._ease_excess += weight * (surplus**2 - information - self._ease_excess)
+        self._ease_information += weight * (information**2 - self._ease_information)
 
     def values(
         self, expected: Sequence[float], lengths: Sequence[int], *, looked_up: bool = False

@@ -49,6 +49,10 @@ how many answers there are: no more steps with draft tokens follow than take so 
 READ_TOKENS = 4096
 """Tokens of a prompt that are prepared for looking up draft tokens at a time, which takes 3 ms."""
 
+UNPROMISING = 2.0
+"""How many times the root of the tokens that came since looking up was last worth it are the tokens that may come by
+steps which follow by themselves: where texts begin to repeat themselves, that is seen so much later."""
+
 CHUNKS_IN_FLIGHT = 4
 """Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
 
@@ -90,8 +94,9 @@ class ChainAttempt:
         """What the draft model proposes for the next step."""
         self._step_s = math.inf
         """How long the last decode step took."""
-        self._unpromising = 0
-        """How many tokens came since the last one behind which draft tokens that are looked up were worth it."""
+        self._promised, self._unpromising = False, 0
+        """Whether draft tokens that are looked up were worth it at all, and how many tokens came since the last one
+        behind which they were."""
         self._restored_at = self._run_at = self._prefilled_at = 0.0
         self.opened = self.produced = self.paused = False
         self.answer: Answer | None = None
@@ -261,7 +266,7 @@ class ChainAttempt:
         draft_tokens = self._draft_tokens[: state.remaining - 1]
         looked_up = self._looked_up()
         if looked_up:
-            self._unpromising = 0
+            self._promised, self._unpromising = True, 0
         if self._following:
             # Steps that follow by themselves verify nothing that was looked up.
             looked_up = ()
@@ -332,7 +337,8 @@ class ChainAttempt:
             most = min(most, steady - 1)
         if self._state.lookup is not None:
             # The longer looking up was of no use, the more steps may follow that verify nothing that was looked up.
-            most = min(most, int(self._unpromising / speculation.expected_tokens))
+            follow = int(UNPROMISING * math.sqrt(self._unpromising) / speculation.expected_tokens)
+            most = min(most, follow if self._promised else max(1, follow))
         return max(0, most)
 
     def _looked_up(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from coordinator.engine.batch_costs import PROBE_STEPS, BatchCosts, BatchTaken, 
 WARM_UP_STEPS = 2
 """Verify steps before the first choice."""
 
-GUESSED_BLOCKS = 3.0
+GUESSED_BLOCKS = 2.0
 """As how many of its own blocks how others began counts for an answer that is decoded alone: where drafts are good for
 most, two bad blocks are no reason to rest."""
 
@@ -130,7 +130,11 @@ class Speculation:
             # Plain decode of so many answers is measured, and then they draft.
             return PROBE_STEPS
         if not self._planned:
-            return None if self._is_settled or self._drafted_steps >= WARM_UP_STEPS else 1
+            if self._is_settled or self._drafted_steps >= WARM_UP_STEPS:
+                return None
+            # Where drafts of others began well, the first choice comes behind two blocks and not behind one.
+            sure = self.costs.knows_survival and not self.costs.shared
+            return WARM_UP_STEPS if sure and self.expected_tokens >= SURE_TOKENS_PER_STEP else 1
         first = self._planned[0]
         return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
 
@@ -188,6 +192,7 @@ class Speculation:
 
     def leave(self) -> None:
         """Say that the request is not decoded any more."""
+        self.costs.observe_ease(self._acceptance.surplus, self._acceptance.information)
         self.costs.leave(id(self))
 
     def lose_draft(self, why: str) -> None:
@@ -232,8 +237,9 @@ class Speculation:
         self.costs.observe(id(self), draft_tokens, seconds, batch, proposed=proposed)
         if draft_tokens:
             self._drafted_steps += 1
-            self.costs.observe_acceptance(draft_tokens, accepted, begins=self._drafted_steps <= BEGINNING_STEPS)
-            self._acceptance.observe(draft_tokens, accepted)
+            begins = self._drafted_steps <= BEGINNING_STEPS
+            self.costs.observe_acceptance(draft_tokens, accepted, begins=begins)
+            self._acceptance.observe(draft_tokens, accepted, begins=begins)
             self._count_loss(draft_tokens, accepted + 1)
         # Proposals are asked for one step ahead, so a step that was decided before the plan does not count for it.
         if self._planned and bool(self._planned[0]) == bool(draft_tokens):
@@ -281,7 +287,8 @@ class Speculation:
         if self._is_settled or not self.costs.knows_survival:
             return
         blocks = 1.0 if self.costs.shared else GUESSED_BLOCKS
-        self._acceptance = Acceptance(self.block_size - 1, self.costs.beginning, blocks)
+        costs = self.costs
+        self._acceptance = Acceptance(self.block_size - 1, costs.beginning, blocks, costs.ease_variance)
         values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)
         if values is not None and max(values) <= values[0] * HYSTERESIS:
             self._tried_tokens = TRIED_TOKENS_OF_POOR

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from coordinator.engine.acceptance import Acceptance
 from coordinator.engine.batch_costs import BatchCosts, BatchTaken, lengths_of
 from coordinator.engine.speculation import Speculation
 
@@ -125,3 +128,20 @@ def test_blocks_are_asked_for_until_it_is_known_what_they_cost() -> None:
     costs.join("answer")
     costs.observe("answer", 15, 17.0, proposed=True)
     assert costs.pays_to_propose(0.9, 5.0, 15)
+
+
+@pytest.mark.parametrize(("chances", "least", "most"), [((0.8,), 0.0, 0.4), ((0.1, 0.95), 1.0, 9.0)])
+def test_how_much_texts_differ_is_seen_by_their_first_blocks(
+    chances: tuple[float, ...], least: float, most: float
+) -> None:
+    """Answers whose draft tokens are right by the same chance differ by luck alone; easy and hard ones by more."""
+    costs, numbers = BatchCosts(), random.Random(1)
+    for answer in range(80):
+        chance = chances[answer % len(chances)]
+        acceptance = Acceptance(15, costs.beginning)
+        for _ in range(4):
+            accepted = next((place for place in range(15) if numbers.random() >= chance), 15)
+            costs.observe_acceptance(15, accepted, begins=True)
+            acceptance.observe(15, accepted, begins=True)
+        costs.observe_ease(acceptance.surplus, acceptance.information)
+    assert least <= costs.ease_variance <= most
