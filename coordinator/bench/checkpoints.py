@@ -11,7 +11,7 @@ from typing import Annotated
 
 import click
 
-from coordinator.bench.shapes import TARGETS, write_shape
+from coordinator.bench.shapes import DRAFT_KINDS, TARGETS, write_shape
 from coordinator.cli.option_groups import Flag
 from coordinator.cli.options.model import OptionalModelOptions
 from services.errors import InvalidArgument
@@ -36,6 +36,21 @@ class CheckpointOptions:
             "What the shape's matrices are packed in: a type of GGUF, or q4_k_m, the mix of files of that name. "
             "int4, int8 and fp8 are what --quantize makes of it.",
             type=click.Choice(PACKINGS),
+        ),
+    ] = None
+    draft_kind: Annotated[
+        str,
+        Flag(
+            "The layout of the shape's draft: dflash, or the same layers with another way to choose tokens.",
+            type=click.Choice(list(DRAFT_KINDS)),
+        ),
+    ] = "dflash"
+    draft_vocabulary: Annotated[
+        int | None,
+        Flag(
+            "How many tokens the shape's draft proposes, by an lm_head of its own. Default: all of the target's, by "
+            "the target's lm_head.",
+            type=click.IntRange(1),
         ),
     ] = None
     checkpoint: OptionalModelOptions = OptionalModelOptions()
@@ -70,6 +85,7 @@ class CheckpointOptions:
                 "pack a checkpoint with --quantize",
                 field="--shape-packing",
             )
+        self._check_shape_draft(self.shape, needed=bool(drafting) or accepted is not None)
         if self.shape is None and model is not None:
             if drafting and draft is None:
                 raise InvalidArgument(
@@ -86,5 +102,38 @@ class CheckpointOptions:
             )
         else:
             with tempfile.TemporaryDirectory(prefix="flashsplit-bench-") as directory:
-                target, shape_draft = write_shape(self.shape, Path(directory), accepted, self.shape_packing)
+                target, shape_draft = write_shape(
+                    self.shape,
+                    Path(directory),
+                    accepted,
+                    self.shape_packing,
+                    self.draft_kind,
+                    self.draft_vocabulary,
+                )
                 yield target, shape_draft if drafting or accepted is not None else None
+
+    def _check_shape_draft(self, shape: str | None, *, needed: bool) -> None:
+        """Raise InvalidArgument where what is said of a shape's draft has no effect, or makes none. needed: whether
+        what is measured needs a draft."""
+        given = {"--draft-kind": self.draft_kind, "--draft-vocabulary": self.draft_vocabulary}
+        for field, value in given.items():
+            if value not in (None, "dflash") and (shape is None or not needed):
+                raise InvalidArgument(
+                    f"{field} {value} is for the draft of a --shape, in what is measured with one: leave it out, or "
+                    "give --shape and measure draft or cycle",
+                    field=field,
+                )
+        if shape is None or self.draft_vocabulary is None:
+            return
+        if self.draft_kind == "dflash2":
+            raise InvalidArgument(
+                f"--draft-vocabulary {self.draft_vocabulary}: a DFlash2 draft proposes all tokens of its target; leave "
+                "it out, or name another --draft-kind",
+                field="--draft-vocabulary",
+            )
+        if self.draft_vocabulary >= TARGETS[shape]["vocab_size"]:
+            raise InvalidArgument(
+                f"--draft-vocabulary {self.draft_vocabulary}: {shape} has {TARGETS[shape]['vocab_size']} tokens; ask "
+                "for fewer, or leave it out for all of them",
+                field="--draft-vocabulary",
+            )

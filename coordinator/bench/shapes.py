@@ -15,6 +15,33 @@ SYNTHETIC = "synthetic_acceptance"
 BLOCK_SIZE = 16
 """Rows of the drafts' blocks: the known token and the draft tokens."""
 
+DRAFT_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "dflash": {"architectures": ["DFlashDraftModel"]},
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+    # From the known token's row on, so that a block of as many draft tokens has a row less.
+    "dspark": {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": BLOCK_SIZE - 1,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    },
+    "domino": {
+        "architectures": ["DominoDraftModel"],
+        "projector_type": "domino",
+        "gru_hidden_dim": 1024,
+        "emb_dim": 256,
+    },
+}
+"""What config.json of a draft of each layout has of its own: of DFlash2 as published, of the others sizes that are
+like it."""
+
 _COMMON: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -189,8 +216,12 @@ CAPTURES: Mapping[str, tuple[list[int], int]] = {
 """Of each shape's draft: the 0-based target layers whose output it reads, and the id of its mask token."""
 
 
-def draft_config(shape: str) -> dict[str, Any]:
-    """Return the config.json of a shape's five-layer DFlash draft, as published; the largest looks back 2048 tokens."""
+def draft_config(shape: str, kind: str = "dflash", vocabulary: int | None = None) -> dict[str, Any]:
+    """Return the config.json of a shape's five-layer draft; the largest looks back 2048 tokens.
+
+    kind: of DRAFT_KINDS; a DFlash draft is as published. vocabulary: how many tokens it proposes, by an lm_head of its
+    own; None for all of the target's.
+    """
     target = TARGETS[shape]
     layers, mask = CAPTURES[shape]
     sliding = shape == "qwen3.6-27b"
@@ -198,7 +229,6 @@ def draft_config(shape: str) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     return {
         **_COMMON,
-        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **{key: target[key] for key in ("hidden_size", "vocab_size")},
         # A target of experts alone doesn't have it.
@@ -215,6 +245,8 @@ def draft_config(shape: str) -> dict[str, Any]:
         "sliding_window": 2048,
         "is_causal": False,
         "dflash_config": {"target_layer_ids": layers, "mask_token_id": mask},
+        **({} if vocabulary is None else {"draft_vocab_size": vocabulary}),
+        **DRAFT_KINDS[kind],
     }
 
 
@@ -234,18 +266,24 @@ def acceptance_chance(accepted: float) -> float:
 
 
 def write_shape(
-    shape: str, directory: Path, accepted: float | None = None, packing: str | None = None
+    shape: str,
+    directory: Path,
+    accepted: float | None = None,
+    packing: str | None = None,
+    draft_kind: str = "dflash",
+    draft_vocabulary: int | None = None,
 ) -> tuple[Path, Path]:
     """Write checkpoints of a shape and of its draft, without weights, and return the directories of both.
 
     accepted: how many draft tokens of a block are to be taken on average, None for those that the target chooses too.
     packing: what the target's matrices are packed in, of PACKINGS; None for what the shape's are published in, as
-    gpt-oss's experts are.
+    gpt-oss's experts are. draft_kind, draft_vocabulary: as of `draft_config`.
     """
     paths = []
     synthetic = {} if accepted is None else {SYNTHETIC: acceptance_chance(accepted)}
     packed = {} if packing is None else {PACKING: packing}
-    for name, config in (("target", {**TARGETS[shape], **synthetic, **packed}), ("draft", draft_config(shape))):
+    draft = draft_config(shape, draft_kind, draft_vocabulary)
+    for name, config in (("target", {**TARGETS[shape], **synthetic, **packed}), ("draft", draft)):
         path = directory / name
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**config, KEY: True}), encoding="utf-8")

@@ -14,6 +14,7 @@ from services.errors import InvalidArgument
 from services.model import checkpoint_files
 from services.model.config import named_dtype
 from services.model.drafts import draft_format, draft_kind
+from services.model.drafts.dflash import TOKEN_OFFSETS
 from services.model.families import read_model_config
 from services.model.gguf.blocks import BLOCK_TYPES, BlockType
 from services.model.quantization import Quantization, QuantizedTo
@@ -65,10 +66,12 @@ def random_headers(config: Mapping[str, Any]) -> dict[str, TensorHeader]:
     code = DTYPE_CODES[named_dtype(config) or "bfloat16"]
     kind = draft_kind(config)
     if kind is not None:
-        draft = draft_format(kind)
-        return {
-            name: TensorHeader(code, shape) for name, shape in draft.tensor_shapes(draft.read_config(config)).items()
-        }
+        format_ = draft_format(kind)
+        draft = format_.read_config(config)
+        headers = {name: TensorHeader(code, shape) for name, shape in format_.tensor_shapes(draft).items()}
+        if draft.draft_vocab_size is not None:
+            headers[TOKEN_OFFSETS] = TensorHeader("I64", (draft.draft_vocab_size,))
+        return headers
     model = read_model_config(config)
     dense = {name: TensorHeader(code, shape) for name, shape in target_shapes(model).items()}
     packing = config.get(PACKING)

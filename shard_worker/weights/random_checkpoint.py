@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from services.model.checkpoint_files import read_config
+from services.model.drafts.dflash import TOKEN_OFFSETS
 from services.model.random_weights import random_headers
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.weights.checkpoint import Checkpoint
@@ -36,6 +37,11 @@ class RandomCheckpoint(Checkpoint):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
+        if name == TOKEN_OFFSETS:
+            # A draft's tokens are as far apart among the target's as they can be.
+            count = self.shape(name)[0]
+            rows = torch.arange(count)
+            return rows * self.config["vocab_size"] // count - rows
         return self.place(name, torch.device("cpu"), self._dtype)
 
     def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
