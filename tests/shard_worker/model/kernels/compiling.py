@@ -521,7 +521,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
             parts = [SessionTokens(0, (5,) * (rows // 2), caches) for caches in sessions]
             several.run(parts, None, Features(), uncommitted=uncommitted)
         several.commit(sessions, [1, 1])
-        following = [Following(rows // 8, context, 15) for context in contexts]
+        following = [Following(min(rows // 8, drafting.session_rows), context, 15) for context in contexts]
         chosen, total = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, case.target["hidden_size"])
         blocks.issue(several.parameters, following, chosen, total, several.commit_last)
         blocks.complete(several.parameters)
