@@ -8,6 +8,7 @@ draft's proposal for the next step. An answer that has begun on another chain is
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -32,19 +33,21 @@ from services.messages.steps import (
     SnapshotRestored,
     SnapshotSaved,
     StepKind,
+    StepLimit,
 )
 from services.rpc.stage import StageSession
 
-MORE_STEPS = 15
-"""Most steps that the workers may take by themselves behind one that was sent, where a draft's blocks may change."""
+MOST_MORE_STEPS = 63
+"""Most steps that the workers may take by themselves behind one. Half of them before their end they are allowed as many
+anew, so that no step waits for the coordinator."""
 
-MORE_PLAIN_STEPS = 63
-"""The same without a draft, and while it rests. A stage that computes steps of several answers goes on with the others
-while it waits to hear what comes behind an answer's last step."""
+MORE_STEPS = 15
+"""The same where a draft's blocks may change and the workers, of a release before, cannot be told so meanwhile."""
 
 FEWEST_AMONG_OTHERS, STEADY_S = 3, 0.15
 """Where other answers are decoded too a block that is too long is everybody's, and how long it should be follows from
-how many answers there are: no more steps with draft tokens follow than take so many seconds, but these few."""
+how many answers there are: it is changed no sooner than so many seconds after the last change. Workers that cannot be
+told take no more steps with draft tokens by themselves than take that long, but these few."""
 
 READ_TOKENS = 4096
 """Tokens of a prompt that are prepared for looking up draft tokens at a time, which takes 3 ms."""
@@ -88,8 +91,14 @@ class ChainAttempt:
         # All tokens that the session has committed or will, also those behind the answer's end.
         self._sequence: list[int] = [*self._request.prompt_ids, *state.token_ids]
         self._step = self._length = 0
+        self._steers = cluster.workers[0].takes_step_limits
+        """Whether what follows by itself can be changed meanwhile."""
         # How many steps the workers go on with by themselves, and how many draft tokens each of them proposes.
         self._following = self._proposing = 0
+        self._last_step = -1
+        """The last step that the workers were told to take by themselves."""
+        self._changed_at = -math.inf
+        """When it was changed last how many draft tokens they propose."""
         self._draft_tokens: tuple[int, ...] = ()
         """What the draft model proposes for the next step."""
         self._step_s = math.inf
@@ -111,7 +120,7 @@ class ChainAttempt:
             async for piece in self._run(session, events):
                 yield piece
             if self._prefix is not None and not self.paused:
-                self._prefix.finish(session, events, tuple(self._sequence[: self._length]))
+                self._prefix.finish(session, events, functools.partial(self._committed, session, events))
                 session = None
         finally:
             self._note_phases()
@@ -269,6 +278,7 @@ class ChainAttempt:
             self._promised, self._unpromising = True, 0
         if self._following:
             # Steps that follow by themselves verify nothing that was looked up.
+            await self._steer(session, ends=bool(looked_up))
             looked_up = ()
         elif state.speculation.rests:
             # It was proposed before the last step told that it is not worth its cost.
@@ -283,12 +293,15 @@ class ChainAttempt:
             propose = self._proposing = self._proposal_length(verifying=bool(draft_tokens), looked_up=len(looked_up))
             sent_ns = time.monotonic_ns()
             more = 0 if looked_up else self._more(len(draft_tokens), propose)
+            self._last_step = self._step + more
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
         self._step += 1
         commit = await self._commit(events)
         stages = split_time(commit, time.monotonic_ns() - sent_ns)
         state.times.add(stages)
         self._length, self._following = commit.length, commit.more
+        if self._steers:
+            propose = commit.propose_tokens
         accepted = len(commit.token_ids) - 1 if draft_tokens else 0
         piece = self._add(commit)
         # What was accepted behind the answer's end is no part of the answer.
@@ -321,18 +334,23 @@ class ChainAttempt:
     def _more(self, draft_tokens: int, propose: int) -> int:
         """Return how many steps may follow by themselves behind one with so many draft tokens, which asks for others.
 
-        They are of its kind; there are none where a text may end the answer, whose length the workers know.
+        Those that cannot be changed meanwhile are of its kind, as planned ones are, and there are none where a text may
+        end the answer, of which the workers know nothing.
         """
-        speculation = self._state.speculation
-        if self._request.stop_strings or bool(draft_tokens) != bool(propose) or self._pause.asked:
+        speculation, steers = self._state.speculation, self._steers
+        steady = speculation.planned_steps if steers else speculation.steady_steps
+        if self._pause.asked or (self._request.stop_strings and not steers):
             return 0
-        steady = speculation.steady_steps
-        if propose:
+        if bool(draft_tokens) != bool(propose) and (steady is not None or not steers):
+            return 0
+        if steers:
+            most = MOST_MORE_STEPS
+        elif propose:
             most = MORE_STEPS
             if speculation.costs.shared:
                 most = min(most, max(FEWEST_AMONG_OTHERS, int(STEADY_S / self._step_s)))
         else:
-            most = MORE_STEPS if speculation.block_size > 1 and steady is None else MORE_PLAIN_STEPS
+            most = MORE_STEPS if speculation.block_size > 1 and steady is None else MOST_MORE_STEPS
         if steady is not None:
             most = min(most, steady - 1)
         if self._state.lookup is not None:
@@ -340,6 +358,46 @@ class ChainAttempt:
             follow = int(UNPROMISING * math.sqrt(self._unpromising) / speculation.expected_tokens)
             most = min(most, follow if self._promised else max(1, follow))
         return max(0, most)
+
+    async def _steer(self, session: StageSession, *, ends: bool) -> None:
+        """Have what follows by itself go on, change or end, where it is time to. ends: it is to end, as a step that is
+        sent is worth more."""
+        if not self._steers:
+            return
+        if ends or self._pause.asked or (self._prefix is not None and self._prefix.checkpoint_due(self._length)):
+            if self._last_step > self._step:
+                await self._limit(session, 0, self._proposing)
+            return
+        speculation, now = self._state.speculation, time.monotonic()
+        propose, planned = self._proposal_length(), speculation.planned_steps
+        if planned is not None and propose:
+            # A try of the draft begins with a step that is sent.
+            return
+        switches = bool(propose) != bool(self._proposing)
+        if propose != self._proposing and not switches and now - self._changed_at < STEADY_S:
+            propose = self._proposing
+        more, left = self._more(propose, propose), self._last_step - self._step
+        ends_sooner = planned is not None and more < left
+        if propose != self._proposing or ends_sooner or (more > left and 2 * left <= more):
+            self._changed_at = self._changed_at if propose == self._proposing else now
+            await self._limit(session, more, propose)
+
+    async def _limit(self, session: StageSession, more: int, propose: int) -> None:
+        """Have so many steps follow behind the next one, with so many draft tokens."""
+        self._last_step, self._proposing = self._step + more, propose
+        await session.limit_steps(StepLimit(self._last_step, propose))
+
+    async def _committed(self, session: StageSession, events: AsyncIterator[Event]) -> tuple[int, ...]:
+        """Return all tokens that the session has committed, once no step follows by itself any more: the workers know
+        nothing of a text that ends an answer."""
+        if self._following:
+            await self._limit(session, 0, 0)
+        while self._following:
+            event = await self._next(events)
+            if isinstance(event, Commit):
+                self._sequence += event.token_ids
+                self._length, self._following = event.length, event.more
+        return tuple(self._sequence[: self._length])
 
     def _looked_up(self) -> tuple[int, ...]:
         """Return draft tokens for the next step that were looked up in the text, where they are worth more than those

@@ -135,6 +135,14 @@ class Speculation:
             # Where drafts of others began well, the first choice comes behind two blocks and not behind one.
             sure = self.costs.knows_survival and not self.costs.shared
             return WARM_UP_STEPS if sure and self.expected_tokens >= SURE_TOKENS_PER_STEP else 1
+        return self.planned_steps
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many of the next steps are as long as the next one because that was decided before; None where each is
+        decided when it comes."""
+        if not self._planned:
+            return None
         first = self._planned[0]
         return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
 

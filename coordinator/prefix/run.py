@@ -5,7 +5,8 @@ It owns what the request has saved and not yet heard of; the index and the store
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import structlog
 
@@ -104,13 +105,19 @@ class PrefixRun:
         elif (arrival := self._saving.pop(event.snapshot_id, None)) is not None:
             self._cache.record(self._lineage, arrival, event)
 
-    def finish(self, session: StageSession, events: AsyncIterator[Event], token_ids: tuple[int, ...]) -> None:
+    def finish(
+        self,
+        session: StageSession,
+        events: AsyncIterator[Event],
+        committed: Callable[[], Coroutine[Any, Any, tuple[int, ...]]],
+    ) -> None:
         """Have the end of an answer kept and the session closed, while the request itself is answered.
 
-        token_ids: all tokens that the session has committed.
+        committed: returns all tokens that the session has committed, once none are added any more.
         """
 
         async def keep() -> None:
+            token_ids = await committed()
             if len(token_ids) - self._last_length >= self._cache.policy.min_tokens:
                 save = await self.save(token_ids)
                 if save is not None:

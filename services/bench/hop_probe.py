@@ -27,6 +27,7 @@ from services.messages.steps import (
     SnapshotSave,
     StageIdentity,
     StepKind,
+    StepLimit,
 )
 from services.messages.tensors import CHUNK_BYTES, WireTensor
 from services.net.channel import connect
@@ -112,6 +113,9 @@ class _Session(StageSession):
 
     async def forward(self, forward: Forward) -> None:
         self._events.put_nowait(Commit(forward.step, 0, (), ()))
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        raise Unavailable("nothing follows a probe's step by itself")
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         raise Unavailable("a probe keeps nothing")

@@ -19,11 +19,16 @@ from services.model.quantization import Quantization
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 """Counts additions that a process of an older one may ignore.
 
 1: steps of several sessions in one frame, lists of kept prefixes, and workers that say that they were told to stop.
+2: what follows by itself may be changed while it does.
 """
+
+
+STEP_LIMITS_SINCE = 2
+"""The minor version from which on a first stage takes a `StepLimit`."""
 
 
 class Role(StrEnum):
@@ -245,6 +250,11 @@ class WorkerDescription:
     def device(self) -> str:
         """The names of its devices, e.g. "cuda:0+cuda:1"."""
         return "+".join(device.name for device in self.devices)
+
+    @property
+    def takes_step_limits(self) -> bool:
+        """Whether a first stage there takes a `StepLimit`."""
+        return self.protocol_minor >= STEP_LIMITS_SINCE
 
 
 def check_protocol(theirs: tuple[int, int], who: str) -> None:

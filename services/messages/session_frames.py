@@ -41,6 +41,7 @@ from services.messages.steps import (
     StageTiming,
     StepFeatures,
     StepKind,
+    StepLimit,
 )
 from services.messages.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
 from services.same_host.link import PayloadReader, PayloadSender
@@ -187,6 +188,9 @@ def request_to_messages(request: SessionRequest, sender: PayloadSender | None = 
             message.step_features.step = request.step
             for piece in request.features:
                 slice_to_message(piece, message.step_features.features.add(), tensors)
+        case StepLimit():
+            message.step_limit.last_step = request.last_step
+            message.step_limit.propose_tokens = request.propose_tokens
         case SnapshotSave():
             message.snapshot_save.CopyFrom(save_to_message(request))
         case SnapshotRestore():
@@ -251,6 +255,10 @@ def _lane_forward_from_activation(
 ) -> Forward | ForwardWithoutFeatures:
     forward = forward_from_activation(message, activation, *features)
     return ForwardWithoutFeatures(forward) if message.features_follow else forward
+
+
+def _limit_from_message(message: stage_pb2.StepLimit) -> StepLimit:
+    return StepLimit(message.last_step, message.propose_tokens)
 
 
 def _step_features_from_message(message: stage_pb2.StepFeatures, *features: WireTensor) -> StepFeatures:
@@ -359,6 +367,7 @@ def commit_to_message(commit: Commit) -> stage_pb2.Commit:
         followed=commit.followed,
         batch_sessions=commit.batch_sessions,
         batch_rows=commit.batch_rows,
+        propose_tokens=commit.propose_tokens,
     )
     for timing in commit.timings:
         message.timings.add(
@@ -389,6 +398,7 @@ def commit_from_message(message: stage_pb2.Commit) -> Commit:
         prompt_logprobs,
         message.batch_sessions,
         message.batch_rows,
+        message.propose_tokens,
     )
 
 
@@ -526,9 +536,10 @@ def location_from_message(message: failure_pb2.Location) -> Location:
 
 # --- which frames come which way
 
-STREAM_FRAMES: FrameKinds[Forward | SnapshotSave | SnapshotRestore] = {
+STREAM_FRAMES: FrameKinds[Forward | StepLimit | SnapshotSave | SnapshotRestore] = {
     "forward_from_tokens": FrameKind(_forward_from_tokens),
     "forward_from_activation": FrameKind(forward_from_activation, step_tensors),
+    "step_limit": FrameKind(_limit_from_message),
     "snapshot_save": FrameKind(save_from_message),
     "snapshot_restore": FrameKind(restore_from_message),
 }

@@ -155,6 +155,17 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimit:
+    """Changes what follows by itself, from the next step on that begins so; that one is never taken back.
+
+    last_step: the number of the last step that may follow. propose_tokens: how many draft tokens each of them asks for.
+    """
+
+    last_step: int
+    propose_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardWithoutFeatures:
     """A step whose features follow it in StepFeatures, so that the next device need not wait for them.
 
@@ -231,7 +242,7 @@ class Commit:
     many steps still follow by themselves. followed: whether the next one has begun already, through step lanes.
     prompt_logprobs: one for each token of the step that is part of the prompt, but for the prompt's first, where the
     session asked for them, else none. batch_sessions, batch_rows: of how many sessions and rows the last stage computed
-    the step's batch; 0 where it does not say.
+    the step's batch; 0 where it does not say. propose_tokens: how many draft tokens the step asked for.
     """
 
     step: int
@@ -244,6 +255,7 @@ class Commit:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     batch_sessions: int = 0
     batch_rows: int = 0
+    propose_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +349,7 @@ class Failure:
     cause: str = ""
 
 
-SessionRequest = Forward | ForwardWithoutFeatures | StepFeatures | SnapshotSave | SnapshotRestore
+SessionRequest = Forward | ForwardWithoutFeatures | StepFeatures | StepLimit | SnapshotSave | SnapshotRestore
 """What goes down the chain in a session that is open."""
 
 Event = Commit | Proposal | SnapshotSaved | SnapshotRestored | Failure

@@ -54,6 +54,7 @@ from services.messages.steps import (
     SnapshotSave,
     SnapshotSaved,
     StageIdentity,
+    StepLimit,
 )
 from services.same_host.frame_socket import BROKEN_S
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
@@ -92,6 +93,12 @@ class StageSession(Protocol):
         """Take one step; return when the next one may be sent, which is before the result is there.
 
         Raises InvalidArgument for a malformed step and FailedPrecondition for one out of sequence.
+        """
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        """Change what follows by itself, from the next step on that begins so.
+
+        Raises InvalidArgument for a step too far ahead, and on any stage but the first.
         """
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
@@ -229,6 +236,10 @@ class StageServicer(pb_grpc.StageServiceServicer):
             match frame:
                 case Forward():
                     await session.forward(frame)
+                case StepLimit():
+                    await session.limit_steps(frame)
+                    # It has no answer.
+                    ahead.release()
                 case SnapshotSave():
                     await session.save_snapshot(frame)
                 case SnapshotRestore():
@@ -398,6 +409,10 @@ class RemoteStageSession:
     async def forward(self, forward: Forward) -> None:
         """Take one step, as the port says, but raise nothing: where the stream is over, events() says why."""
         await self._stream.send_all(request_to_messages(forward, self._sender))
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        """Do as the port says, but raise nothing: where the stream is over, events() says why."""
+        await self._stream.send_all(request_to_messages(limit))
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         """Do as the port says, but raise nothing: where the stream is over, events() says why."""

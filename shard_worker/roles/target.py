@@ -316,7 +316,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             session = LastStageSession(host, request, state, above, verifier, draft)
         if not isinstance(session, RelaySession) or stage.embedding is None:
             return session
-        following = FollowingSession(session, request)
+        following = FollowingSession(session, request, session.limits)
         session.on_answer = following.take
         return following
 

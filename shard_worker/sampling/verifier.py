@@ -127,14 +127,15 @@ class Verifier:
             produced, logprobs = self._choose(step)
         ended_ns = step.ended_ns if issued is None else issued.decided_ns
         elapsed_ns = (time.monotonic_ns() if ended_ns is None else ended_ns) - step.started_ns
-        then(tuple(produced))
         committed_rows = len(produced) if kind is StepKind.VERIFY else len(tokens)
+        if issued is not None and kind is StepKind.VERIFY:
+            # Before a step may begin behind it.
+            state.length, state.pending, state.ahead = state.length + committed_rows, state.ahead, 0
+        then(tuple(produced))
         if kind is not StepKind.RESUME:
             self._sampler.observe(tokens[:committed_rows], forward.base_position)
             if kind is not StepKind.DECODE or issued is not None:
                 self._remember_last(step, committed_rows)
-        if issued is not None and kind is StepKind.VERIFY:
-            state.length, state.pending, state.ahead = state.length + committed_rows, state.ahead, 0
         return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, issued, step.sessions, step.rows)
 
     def draws(self, forward: Forward) -> list[Draw] | None:

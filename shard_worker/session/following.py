@@ -1,8 +1,8 @@
 """Steps that follow each other without the coordinator: where it asked for more, the first stage goes on by itself.
 
 What lies between a step's answer and the next step is then the way up the chain alone, and nothing on an only stage,
-whose device thread goes on by itself. Which step follows another
-stands in `stage.proto`. This module knows steps and their answers, not what computes them.
+whose device thread goes on by itself. Which step follows another, and how the coordinator changes that meanwhile, is
+said in `stage.proto`. This module knows steps and their answers, not what computes them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from services.messages.steps import (
     SnapshotRestore,
     SnapshotSave,
     StepKind,
+    StepLimit,
 )
 from services.rpc.stage import StageSession
 from services.streams.step_lane import StepLane
@@ -42,15 +43,46 @@ def check_more(step: Forward) -> None:
         )
 
 
-def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request: OpenSession) -> bool:
-    """Return whether another step follows this one by itself.
+class StepLimits:
+    """What a first stage was told of the steps that follow by themselves behind the last one that was sent.
 
-    length: committed tokens behind it. token_ids: the tokens that it produced.
+    It is written on the event loop and read where steps begin, on either thread: a change counts from whichever step
+    begins next.
+    """
+
+    def __init__(self) -> None:
+        self._limit: StepLimit | None = None
+
+    def change(self, limit: StepLimit | None) -> None:
+        """Have the steps follow that the limit says; None for those that the step that was sent says."""
+        self._limit = limit
+
+    def applied(self, following: Forward) -> Forward:
+        """Return a step that follows by itself and is about to begin as it is to be by now."""
+        limit = self._limit
+        if limit is None:
+            return following
+        more = max(0, limit.last_step - following.step)
+        return replace(following, propose_tokens=limit.propose_tokens, more=more)
+
+
+def check_limit(limit: StepLimit, next_step: int) -> None:
+    """Raise InvalidArgument where a limit has more than MAX_MORE steps follow. next_step: the number of the next one
+    that is not answered, or a later one."""
+    if limit.last_step > next_step + MAX_MORE:
+        raise InvalidArgument(
+            f"last_step is {limit.last_step}; it may be up to {next_step + MAX_MORE}, {MAX_MORE} behind the next step",
+            field="last_step",
+        )
+
+
+def is_followed(more: int, length: int, token_ids: tuple[int, ...], request: OpenSession) -> bool:
+    """Return whether another step follows a step by itself.
+
+    more: how many may follow it. length: committed tokens behind it. token_ids: the tokens that it produced.
     """
     return (
-        bool(step.more and token_ids)
-        and token_ids[-1] not in request.stop_token_ids
-        and _tokens_left(length, request) > 0
+        bool(more and token_ids) and token_ids[-1] not in request.stop_token_ids and _tokens_left(length, request) > 0
     )
 
 
@@ -66,7 +98,7 @@ def following_step(
 
     draft_tokens: what the draft proposed behind `token_ids`. The other arguments are as in `is_followed`.
     """
-    if not is_followed(step, length, token_ids, request):
+    if not is_followed(step.more, length, token_ids, request):
         return None
     # A verify produces one token more than it has draft tokens.
     draft_tokens = draft_tokens[: _tokens_left(length, request) - 1]
@@ -78,6 +110,13 @@ def following_step(
         step.propose_tokens,
         more=step.more - 1,
     )
+
+
+def step_behind(commit: Commit, draft_tokens: tuple[int, ...], request: OpenSession) -> Forward | None:
+    """Return the step that follows by itself the one that was answered, None where none does. commit: says how many
+    follow and for how many draft tokens they ask; draft_tokens: those for the step."""
+    step = Forward(commit.step, 0, (), StepKind.DECODE, commit.propose_tokens, more=commit.more)
+    return following_step(step, commit.length, commit.token_ids, draft_tokens, request)
 
 
 def probable_following_step(step: Forward, request: OpenSession) -> Forward | None:
@@ -100,17 +139,17 @@ class FollowingSession:
     """A `StageSession` around that of a first stage with others behind it, which begins the steps that follow by
     themselves.
 
-    session: the session of the stage.
+    session: the session of the stage, whose commits say how many steps follow and for how many draft tokens they ask.
+    limits: of its steps.
     """
 
-    def __init__(self, session: StageSession, request: OpenSession) -> None:
-        self.session, self._request = session, request
+    def __init__(self, session: StageSession, request: OpenSession, limits: StepLimits) -> None:
+        self.session, self._request, self._limits = session, request, limits
         self.stages = session.stages
         self.max_tensor_bytes, self.max_feature_slices = session.max_tensor_bytes, session.max_feature_slices
         self.step_lane: StepLane | None = None
-        # The step that runs, and its answer while the draft tokens for the next one are still to come.
-        self._step: Forward | None = None
         self._answer: Commit | None = None
+        """The answer to the last step while the draft tokens for the next one are still to come."""
         self._one_at_a_time = asyncio.Lock()
         # What `events` yields; an exception is raised there, None ends it.
         self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
@@ -119,9 +158,11 @@ class FollowingSession:
     async def forward(self, forward: Forward) -> None:
         """Take one step, as the port says."""
         async with self._one_at_a_time:
-            if forward.more:
-                self._step = forward
+            self._limits.change(None)
             await self.session.forward(forward)
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        await self.session.limit_steps(limit)
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         async with self._one_at_a_time:
@@ -150,36 +191,25 @@ class FollowingSession:
     def take(self, event: Event) -> None:
         """Take the session's next event, and begin the step that follows by itself, if it has not begun."""
         following = None
-        if isinstance(event, Commit):
-            event, following = self._after_commit(event)
+        if isinstance(event, Commit) and event.more:
+            if event.propose_tokens:
+                self._answer = event
+            elif not event.followed:
+                following = self._step_behind(event, ())
         elif isinstance(event, Proposal):
-            following = self._next_step(event.token_ids, begun=event.followed)
+            answer, self._answer = self._answer, None
+            if answer is not None and not event.followed:
+                following = self._step_behind(answer, event.token_ids)
         # At once: nobody waits for the answer's way to the caller.
         if following is not None:
             self._tasks.begin(self._follow, following)
         self._events.put_nowait(event)
 
-    def _after_commit(self, commit: Commit) -> tuple[Commit, Forward | None]:
-        """Return the answer as the caller gets it, and the step to begin now, if there is one."""
-        step = self._step
-        if step is None or commit.step != step.step:
-            return commit, None
-        if not is_followed(step, commit.length, commit.token_ids, self._request):
-            self._step = None
-            return commit, None
-        self._answer = replace(commit, more=step.more)
-        return self._answer, None if step.propose_tokens else self._next_step((), begun=commit.followed)
-
-    def _next_step(self, draft_tokens: tuple[int, ...], *, begun: bool) -> Forward | None:
-        """Go on to the step behind the one that was answered, if there is one. Returns it where it is to be begun from
-        here. begun: it has begun already, on its way through step lanes."""
-        step, commit = self._step, self._answer
-        self._answer = None
-        if step is None or commit is None:
-            return None
-        following = following_step(step, commit.length, commit.token_ids, draft_tokens, self._request)
-        self._step = following if following is not None and following.more else None
-        return None if begun else following
+    def _step_behind(self, commit: Commit, draft_tokens: tuple[int, ...]) -> Forward | None:
+        """Return the step that follows the one that was answered. It has not begun yet, on its way through step
+        lanes."""
+        following = step_behind(commit, draft_tokens, self._request)
+        return None if following is None else self._limits.applied(following)
 
     async def _follow(self, forward: Forward) -> None:
         async with self._one_at_a_time:

@@ -129,6 +129,7 @@ class LastStageSession(TargetSession):
     # --- steps
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
+        self.limits.change(None)
         # It is counted as the device thread tells of it, in one order with those that follow by themselves.
         await self.host.thread.awaited(self._device.answer(forward, arrived_ns))
         self.host.events.handle_waiting()
@@ -187,7 +188,7 @@ class LastStageSession(TargetSession):
     ) -> Commit:
         """Return a step's answer. length: the session's behind it; passed_bytes: what goes to a draft's own worker."""
         followed = not forward.propose_tokens and self._device.is_followed(forward.step)
-        if self._only_stage and is_followed(forward, length, outcome.token_ids, self._request):
+        if self._only_stage and is_followed(forward.more, length, outcome.token_ids, self._request):
             self._more = forward.more
         else:
             self._more = 0
@@ -309,6 +310,8 @@ class LastStageDeviceSession(DeviceSession):
         """Whether this is the only stage."""
         self._followed = -1
         """The last step whose following one was sent up the chain."""
+        self._launched_ahead: Forward | None = None
+        """What may have been launched last before the results were read of the step that it follows."""
 
     # --- on the event loop
 
@@ -348,7 +351,8 @@ class LastStageDeviceSession(DeviceSession):
             if not forward.propose_tokens:
                 self.follow(forward, token_ids, ())
             rows = len(token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
-            if forward.propose_tokens and is_followed(forward, forward.base_position + rows, token_ids, self._request):
+            length = forward.base_position + rows
+            if forward.propose_tokens and is_followed(forward.more, length, token_ids, self._request):
                 # What was launched behind it is asked for when the draft tokens are there.
                 return
             self._batches.end_following(self)
@@ -432,6 +436,8 @@ class LastStageDeviceSession(DeviceSession):
         following = following_step(forward, length, token_ids, draft_tokens, self._request)
         if following is None:
             return
+        if self._alone:
+            following = self._limited(following)
         sent = self._lanes.above is not None and self._lanes.above.send(following)
         # Before the following step's rows come, and not before those above can begin with them.
         self.commit(forward.step, length)
@@ -452,11 +458,21 @@ class LastStageDeviceSession(DeviceSession):
         if not self._alone or forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
             return None
         if forward.propose_tokens:
-            return probable_following_block(forward, self._request)
+            following = probable_following_block(forward, self._request)
         # Behind a verify a single row begins nobody knows where; one of recurrent layers could not be taken back.
-        if forward.kind is StepKind.VERIFY or not (self._request.draft is None or self._stage.mixes_uncommitted):
-            return None
-        return probable_following_step(forward, self._request)
+        elif forward.kind is StepKind.VERIFY or not (self._request.draft is None or self._stage.mixes_uncommitted):
+            following = None
+        else:
+            following = probable_following_step(forward, self._request)
+        self._launched_ahead = None if following is None else self.limits.applied(following)
+        return self._launched_ahead
+
+    def _limited(self, following: Forward) -> Forward:
+        """Return a step that follows by itself as it is to be by now, or as it was launched."""
+        launched = self._launched_ahead
+        if launched is None or launched.step != following.step:
+            return self.limits.applied(following)
+        return replace(following, propose_tokens=launched.propose_tokens, more=launched.more)
 
     def complete_step(self, parameters: StepParameters) -> None:
         assert self.draft is not None
@@ -525,4 +541,5 @@ def _answer_to(outcome: StepOutcome, forward: Forward, length: int, arrived_ns: 
         prompt_logprobs=outcome.prompt_logprobs,
         batch_sessions=outcome.batch_sessions,
         batch_rows=outcome.batch_rows,
+        propose_tokens=forward.propose_tokens,
     )

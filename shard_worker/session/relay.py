@@ -35,7 +35,7 @@ from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
-from shard_worker.session.following import following_step, probable_following_step
+from shard_worker.session.following import is_followed, probable_following_step, step_behind
 from shard_worker.session.session import (
     DeviceEvent,
     DeviceSession,
@@ -178,7 +178,8 @@ class RelaySession(TargetSession):
                 if not counted:
                     self._count_step()
                 if passed.kind is not StepKind.VERIFY:
-                    self._length += passed.rows
+                    # The answer to a verify before it may not be heard of yet.
+                    self._length = passed.base + passed.rows
                 self._note(passed)
             case StepAnswered():
                 self._early.append(event)
@@ -197,11 +198,11 @@ class RelaySession(TargetSession):
         self.host.events.handle_waiting()
         passed = check_commit(commit, self._unanswered.popleft() if self._unanswered else None)
         if passed.kind is StepKind.VERIFY and not self._closed:
-            self._length = commit.length
+            self._length = max(self._length, commit.length)
             self.host.thread.queue_step(self._device.commit_and_prelaunch, commit.step, commit.length)
         self._proposal_due = bool(passed.propose_tokens and commit.token_ids)
         self._all_together_answered.set()
-        return replace(commit, timings=(passed.timing(), *commit.timings))
+        return self._device.answer_above(commit, passed)
 
     def _answer_early(self) -> None:
         """Tell of answers that came together with those of others, once all before them are told."""
@@ -212,7 +213,7 @@ class RelaySession(TargetSession):
             self._early.popleft()
             self._unanswered.popleft()
             if passed.kind is StepKind.VERIFY:
-                self._length = answer.commit.length
+                self._length = max(self._length, answer.commit.length)
             self._all_together_answered.set()
             self.on_answer(answer.commit)
             if answer.proposal is not None:
@@ -429,8 +430,8 @@ class RelayDeviceSession(DeviceSession):
         passed = check_commit(commit, passed)
         if passed.kind is StepKind.VERIFY:
             self.commit(commit.step, commit.length)
-        commit = replace(commit, timings=(passed.timing(), *commit.timings))
-        following = None if self._together else self._following(passed, commit, proposal)
+        commit = self.answer_above(commit, passed)
+        following = None if self._together else self._following(commit, proposal)
         if following is not None:
             commit = replace(commit, followed=proposal is None)
             proposal = None if proposal is None else replace(proposal, followed=True)
@@ -441,15 +442,19 @@ class RelayDeviceSession(DeviceSession):
         elif following is not None:
             self._take_step(following, time.monotonic_ns())
 
-    def _following(self, passed: PassedStep, commit: Commit, proposal: Proposal | None) -> Forward | None:
+    def _following(self, commit: Commit, proposal: Proposal | None) -> Forward | None:
         """Return the step that follows by itself, None where none does."""
-        if passed.propose_tokens and proposal is None:
+        if commit.propose_tokens and proposal is None:
             return None
-        step = Forward(
-            passed.step, passed.base, (), passed.kind, propose_tokens=passed.propose_tokens, more=passed.more
-        )
-        draft_tokens = () if proposal is None else proposal.token_ids
-        return following_step(step, commit.length, commit.token_ids, draft_tokens, self._request)
+        following = step_behind(commit, () if proposal is None else proposal.token_ids, self._request)
+        return None if following is None else self.limits.applied(following)
+
+    def answer_above(self, commit: Commit, passed: PassedStep) -> Commit:
+        """Return a step's answer as the stage before gets it, on either thread. passed: the step."""
+        followed = is_followed(passed.more, commit.length, commit.token_ids, self._request)
+        more = passed.more if self._is_first and followed else 0
+        timings = (passed.timing(), *commit.timings)
+        return replace(commit, timings=timings, more=more, propose_tokens=passed.propose_tokens)
 
     # --- expectations
 
@@ -470,7 +475,7 @@ class RelayDeviceSession(DeviceSession):
         self._commit_to(state, following.base_position)
         above = self._lanes.above
         if above is None:
-            self._take_step(following, arrived_ns)
+            self._take_step(self.limits.applied(following), arrived_ns)
         elif not above.send(following):
             raise FailedPrecondition("the socket for steps to the stage above is broken", reason="LANE_BROKEN")
         else:

@@ -38,6 +38,7 @@ from services.messages.steps import (
     SnapshotSave,
     StageIdentity,
     StepKind,
+    StepLimit,
 )
 from services.messages.tensors import WireTensor
 from services.streams.batch_members import BatchMembers
@@ -53,7 +54,7 @@ from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import PassedStep, check_restore, check_rows, check_save, check_tensors
-from shard_worker.session.following import check_more
+from shard_worker.session.following import StepLimits, check_limit, check_more
 from shard_worker.session.prelaunch import NextStep, Progress
 from shard_worker.session.step_batches import StepBatches, SteppingSession, WaitingStep
 from shard_worker.session_record import SessionRecord
@@ -256,6 +257,18 @@ class TargetSession(ABC):
         except FlashsplitError as error:
             raise self._located(error) from None
 
+    async def limit_steps(self, limit: StepLimit) -> None:
+        if self.host.stage.embedding is None:
+            raise self._located(InvalidArgument("a later stage takes no step_limit", field="frame"))
+        if self._error is None:
+            check_limit(limit, self._next_step)
+            self.limits.change(limit)
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of its steps that follow by themselves."""
+        return self._device.limits
+
     async def save_snapshot(self, save: SnapshotSave) -> None:
         await self._settle()
         self._check_save(save)
@@ -431,6 +444,8 @@ class DeviceSession(ABC):
         """Whether the device may have begun with the step that a lane has just brought."""
         self._together = False
         """Whether the last step came together with others, and is answered with them."""
+        self.limits = StepLimits()
+        """Of the steps that follow by themselves, on a first stage."""
 
     # --- on the event loop
 

@@ -164,6 +164,7 @@ class ScriptedSession:
             (StageTiming(1000, 2000),),
             self._logprobs(self.opening["logprobs"], len(tokens)),
             prompt_logprobs=self._logprobs(self.opening["prompt_logprobs"], of_prompt),
+            propose_tokens=forward.propose_tokens,
         )
         self._events.put_nowait(commit)
         if forward.propose_tokens:

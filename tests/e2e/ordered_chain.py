@@ -15,7 +15,7 @@ from typing import Any
 
 from services.errors import CLOSED, FlashsplitError, Unavailable
 from services.messages.draft_session import OpenDraft
-from services.messages.steps import DraftRoute, Event, Forward, OpenSession, SnapshotRestore, SnapshotSave
+from services.messages.steps import DraftRoute, Event, Forward, OpenSession, SnapshotRestore, SnapshotSave, StepLimit
 from services.rpc.stage import StageSession
 from shard_worker.device.executor import DeviceThread
 from tests.coordinator.fakes import ScriptedCluster
@@ -110,6 +110,9 @@ class OrderedSession:
         # The sender may overwrite its memory with the next step.
         own = forward.with_own_memory()
         self._down.put(lambda: self._session.forward(own))
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        self._down.put(lambda: self._session.limit_steps(limit))
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         self._down.put(lambda: self._session.save_snapshot(save))

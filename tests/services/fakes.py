@@ -52,6 +52,7 @@ from services.messages.steps import (
     StageIdentity,
     StageTiming,
     StepKind,
+    StepLimit,
 )
 from services.messages.tensors import WireTensor
 from services.streams.step_lane import StepLane
@@ -230,6 +231,7 @@ class FakeStageSession:
     def __init__(self, port: FakeStage, request: OpenSession, above: StepLane | None = None) -> None:
         self.port, self.request, self.above = port, request, above
         self.forwards: list[Forward] = []
+        self.limits: list[StepLimit] = []
         self.saves: list[SnapshotSave] = []
         self.restores: list[SnapshotRestore] = []
         self.closed = 0
@@ -238,6 +240,9 @@ class FakeStageSession:
     async def forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
         await self.port.answer(self, forward)
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        self.limits.append(limit)
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         self.saves.append(save)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,15 @@ class SilentSession(FakeStageSession):
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         self.saves.append(save)
+
+
+def committed(token_ids: tuple[int, ...]) -> Callable[[], Coroutine[Any, Any, tuple[int, ...]]]:
+    """Return what says that a session has committed these tokens."""
+
+    async def say() -> tuple[int, ...]:
+        return token_ids
+
+    return say
 
 
 async def begin(cache: PrefixCache, prompt: tuple[int, ...], *boundaries: int) -> PrefixRun:
@@ -269,7 +279,7 @@ async def test_the_end_of_an_answer_is_kept(cache: PrefixCache) -> None:
     """Behind the request's back the state behind all tokens is saved; when that is confirmed the session is closed."""
     session = KeepingSession(FakeStage(), OPEN)
     run = await begin(cache, ids(50))
-    run.finish(session, session.events(), ids(60))
+    run.finish(session, session.events(), committed(ids(60)))
     await until(lambda: session.closed == 1, 5)
     assert [request.length for request in session.saves] == [60]
     after = await begin(cache, ids(80))
@@ -281,7 +291,7 @@ async def test_saves_on_their_way_are_waited_for(cache: PrefixCache) -> None:
     session = KeepingSession(FakeStage(), OPEN)
     run = await begin(cache, ids(50))
     await session.save_snapshot(await save(run, ids(50)))
-    run.finish(session, session.events(), ids(50))
+    run.finish(session, session.events(), committed(ids(50)))
     await until(lambda: session.closed == 1, 5)
     assert (await begin(cache, ids(80))).restore() is not None
 
@@ -291,7 +301,7 @@ async def test_a_short_end_is_not_worth_keeping(cache: PrefixCache) -> None:
     session = KeepingSession(FakeStage(), OPEN)
     run = await begin(cache, ids(50))
     run.record(saved(await save(run, ids(50))))
-    run.finish(session, session.events(), ids(50 + POLICY.min_tokens - 1))
+    run.finish(session, session.events(), committed(ids(50 + POLICY.min_tokens - 1)))
     await until(lambda: session.closed == 1, 5)
     assert session.saves == []
 
@@ -304,7 +314,7 @@ async def test_an_end_that_cannot_be_kept(cache: PrefixCache, ending: str, monke
     if ending != "silent":
         session.out.put_nowait(Unavailable("the stream broke") if ending == "broken" else None)
     run = await begin(cache, ids(50))
-    run.finish(session, session.events(), ids(60))
+    run.finish(session, session.events(), committed(ids(60)))
     await until(lambda: session.closed == 1, 5)
     await until(lambda: cache.pending == 0, 5)
     assert (await begin(cache, ids(80))).hit is None

@@ -159,6 +159,14 @@ class ForwardFromTokens(_message.Message):
     more: int
     def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
 
+class StepLimit(_message.Message):
+    __slots__ = ("last_step", "propose_tokens")
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    last_step: int
+    propose_tokens: int
+    def __init__(self, last_step: _Optional[int] = ..., propose_tokens: _Optional[int] = ...) -> None: ...
+
 class ForwardFromActivation(_message.Message):
     __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features", "more", "features_follow")
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -278,7 +286,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more", "followed", "prompt_logprobs", "batch_sessions", "batch_rows")
+    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more", "followed", "prompt_logprobs", "batch_sessions", "batch_rows", "propose_tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +297,7 @@ class Commit(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -299,7 +308,8 @@ class Commit(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     batch_sessions: int
     batch_rows: int
-    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ..., followed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., batch_sessions: _Optional[int] = ..., batch_rows: _Optional[int] = ...) -> None: ...
+    propose_tokens: int
+    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ..., followed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., batch_sessions: _Optional[int] = ..., batch_rows: _Optional[int] = ..., propose_tokens: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("step", "token_ids", "elapsed_ns", "followed")

@@ -38,7 +38,7 @@ class BatchesOpened(_message.Message):
     def __init__(self) -> None: ...
 
 class RunStageRequest(_message.Message):
-    __slots__ = ("open", "forward_from_tokens", "forward_from_activation", "chunk", "snapshot_save", "snapshot_restore", "step_features", "step_batch")
+    __slots__ = ("open", "forward_from_tokens", "forward_from_activation", "chunk", "snapshot_save", "snapshot_restore", "step_features", "step_batch", "step_limit")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FROM_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class RunStageRequest(_message.Message):
     SNAPSHOT_RESTORE_FIELD_NUMBER: _ClassVar[int]
     STEP_FEATURES_FIELD_NUMBER: _ClassVar[int]
     STEP_BATCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_LIMIT_FIELD_NUMBER: _ClassVar[int]
     open: _stage_pb2.Open
     forward_from_tokens: _stage_pb2.ForwardFromTokens
     forward_from_activation: _stage_pb2.ForwardFromActivation
@@ -55,7 +56,8 @@ class RunStageRequest(_message.Message):
     snapshot_restore: _snapshot_pb2.SnapshotRestore
     step_features: _stage_pb2.StepFeatures
     step_batch: _stage_pb2.StepBatch
-    def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ..., snapshot_save: _Optional[_Union[_snapshot_pb2.SnapshotSave, _Mapping]] = ..., snapshot_restore: _Optional[_Union[_snapshot_pb2.SnapshotRestore, _Mapping]] = ..., step_features: _Optional[_Union[_stage_pb2.StepFeatures, _Mapping]] = ..., step_batch: _Optional[_Union[_stage_pb2.StepBatch, _Mapping]] = ...) -> None: ...
+    step_limit: _stage_pb2.StepLimit
+    def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ..., snapshot_save: _Optional[_Union[_snapshot_pb2.SnapshotSave, _Mapping]] = ..., snapshot_restore: _Optional[_Union[_snapshot_pb2.SnapshotRestore, _Mapping]] = ..., step_features: _Optional[_Union[_stage_pb2.StepFeatures, _Mapping]] = ..., step_batch: _Optional[_Union[_stage_pb2.StepBatch, _Mapping]] = ..., step_limit: _Optional[_Union[_stage_pb2.StepLimit, _Mapping]] = ...) -> None: ...
 
 class RunStageResponse(_message.Message):
     __slots__ = ("opened", "commit", "proposal", "failure", "snapshot_saved", "snapshot_restored", "batch_answers")
