@@ -16,6 +16,7 @@ when they do.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -66,6 +67,9 @@ SHORTEST_REST_STEPS = 16
 
 RESTS_AMONG_OTHERS = 4
 """How many times smaller that share is while other answers are decoded."""
+
+PLANNED_AHEAD = 64
+"""How far what is planned is told: no more steps follow by themselves."""
 
 HYSTERESIS = 1.05
 """How much faster another length must be to be chosen."""
@@ -139,12 +143,13 @@ class Speculation:
 
     @property
     def planned_steps(self) -> int | None:
-        """How many of the next steps are as long as the next one because that was decided before; None where each is
-        decided when it comes."""
+        """How many of the next steps, of PLANNED_AHEAD at most, are as long as the next one because that was decided
+        before; None where each is decided when it comes."""
         if not self._planned:
             return None
-        first = self._planned[0]
-        return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
+        # A rest may have thousands.
+        [first, *others] = itertools.islice(self._planned, PLANNED_AHEAD)
+        return next((count for count, length in enumerate(others, 1) if length != first), 1 + len(others))
 
     @property
     def expected_tokens(self) -> float:

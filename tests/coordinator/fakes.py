@@ -42,6 +42,7 @@ from services.messages.steps import (
     StageIdentity,
     StageTiming,
     StepKind,
+    StepLimit,
     TokenLogprobs,
 )
 from services.processes.launch import DEFAULT_LAUNCH
@@ -129,7 +130,11 @@ class Script:
 
 
 class ScriptedSession:
-    """A `StageSession` of one stage that says what the script says; `kept` are the snapshots of its worker."""
+    """A `StageSession` of one stage that says what the script says; `kept` are the snapshots of its worker.
+
+    forwards: the steps that it took, of which `sent` were sent; the others followed by themselves. limits: how far steps
+    were to follow, one behind the other.
+    """
 
     stages = (StageIdentity(PLACE, LayerRange(0, 12)),)
     max_tensor_bytes = 64 << 20
@@ -142,9 +147,22 @@ class ScriptedSession:
         self.restores: list[SnapshotRestore] = []
         self.saves: list[SnapshotSave] = []
         self.closed = self.draft_lost = False
+        self.sent = 0
+        self.limits: list[StepLimit] = []
+        self._following: Forward | None = None
+        """The step that begins by itself once the answer to the one before has been read."""
         self._events: asyncio.Queue[Event | FlashsplitError] = asyncio.Queue()
 
     async def forward(self, forward: Forward) -> None:
+        assert self._following is None, "steps still follow by themselves"
+        self.sent += 1
+        self.limits.append(StepLimit(forward.step + forward.more, forward.propose_tokens))
+        self._take(forward)
+
+    async def limit_steps(self, limit: StepLimit) -> None:
+        self.limits.append(limit)
+
+    def _take(self, forward: Forward) -> None:
         self.forwards.append(forward)
         event = self.script.failures.get(forward.step)
         if event is not None:
@@ -166,12 +184,27 @@ class ScriptedSession:
             prompt_logprobs=self._logprobs(self.opening["prompt_logprobs"], of_prompt),
             propose_tokens=forward.propose_tokens,
         )
-        self._events.put_nowait(commit)
+        left = self.opening["max_length"] - length - 1
+        followed = forward.more and tokens and tokens[-1] not in self.opening["stop_token_ids"] and left > 0
+        self._events.put_nowait(replace(commit, more=forward.more if followed else 0))
+        proposal: tuple[int, ...] = ()
         if forward.propose_tokens:
             first = length + 1 - self.opening["prompt_length"]
             count = 0 if self.draft_lost else forward.propose_tokens
             proposal = tuple(self.script.proposal(first + index) for index in range(count))
             self._events.put_nowait(Proposal(forward.step, proposal, 500))
+        if followed:
+            block = proposal[: left - 1]
+            kind = StepKind.VERIFY if block else StepKind.DECODE
+            self._following = Forward(forward.step + 1, length, (tokens[-1], *block), kind)
+
+    def _follow(self) -> None:
+        """Begin the step that follows by itself, if there is one, as it is to be by now."""
+        following, self._following = self._following, None
+        if following is not None:
+            limit = self.limits[-1]
+            more = max(0, limit.last_step - following.step)
+            self._take(replace(following, propose_tokens=limit.propose_tokens, more=more))
 
     def _logprobs(self, alternatives: int | None, count: int) -> tuple[TokenLogprobs, ...]:
         """What the script says of so many tokens, which have rank 3."""
@@ -213,6 +246,9 @@ class ScriptedSession:
                 await self.script.hold.wait()
             if isinstance(event, FlashsplitError):
                 raise event
+            if self._events.empty():
+                # Before its answer is heard of: a step that may follow is not taken back any more.
+                self._follow()
             yield event
 
     async def close(self, why: str = CLOSED) -> None:
