@@ -132,8 +132,8 @@ class Script:
 class ScriptedSession:
     """A `StageSession` of one stage that says what the script says; `kept` are the snapshots of its worker.
 
-    forwards: the steps that it took, of which `sent` were sent; the others followed by themselves. limits: how far steps
-    were to follow, one behind the other.
+    forwards: the steps that it took, of which `sent` were sent; the others followed by themselves. limits: how far they
+    were to follow, one change behind the other.
     """
 
     stages = (StageIdentity(PLACE, LayerRange(0, 12)),)

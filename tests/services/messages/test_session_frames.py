@@ -52,6 +52,7 @@ from services.messages.steps import (
     StageTiming,
     StepFeatures,
     StepKind,
+    StepLimit,
 )
 from services.telemetry.trace_context import Trace
 from tests.services.fakes import OPEN, PARTS, tensor
@@ -189,6 +190,14 @@ def test_a_step_and_its_features_apart_round_trip() -> None:
         through(STREAM_FRAMES, StepFeatures(3, FEATURES))
 
 
+def test_a_step_limit_round_trips() -> None:
+    """It goes down a stream, and no step lane carries it."""
+    for limit in (StepLimit(0), StepLimit(2**64 - 1, 15)):
+        assert through(STREAM_FRAMES, limit) == limit
+    with pytest.raises(InvalidArgument, match="frame step_limit is not expected here"):
+        through(LANE_FRAMES, StepLimit(0))
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -228,6 +237,7 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
         Commit(0, 0, (), ()),
         Commit(3, 9, (1,), (), more=7),
         Commit(3, 9, (1,), (), followed=True),
+        Commit(3, 9, (1,), (), propose_tokens=15),
         Proposal(5, (7, 8, 9), 10),
         Proposal(5, (), 0, followed=True),
         *(Failure(reason, "a sentence", HERE, "UNAVAILABLE") for reason in FailureReason),

@@ -38,6 +38,7 @@ from services.messages.steps import (
     SnapshotSave,
     SnapshotSaved,
     StepKind,
+    StepLimit,
 )
 from services.messages.tensors import CHUNK_BYTES
 from services.net.channel import MAX_MESSAGE_BYTES
@@ -222,6 +223,18 @@ async def test_unanswered_snapshots_are_bounded(kind: str, port: FakeStage, stag
         theirs.out.put_nowait(answer)
     assert await take(session, 100) == [answer] * 100
     assert taken == 100
+    await session.close()
+
+
+async def test_what_follows_may_be_changed_any_number_of_times(port: FakeStage, stage: RemoteStage) -> None:
+    """It has no answer, and so is no step ahead; it comes in its order."""
+    session = await stage.open(OPEN)
+    limits = [StepLimit(number, number % 8) for number in range(2 * MAX_STEPS_AHEAD)]
+    for limit in limits:
+        await session.limit_steps(limit)
+    await session.forward(prefill())
+    assert await take(session, 1) == [commit(prefill())]
+    assert port.session.limits == limits
     await session.close()
 
 
