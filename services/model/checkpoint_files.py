@@ -21,7 +21,7 @@ from services.model.gguf.container import SUFFIX, gguf_stem, is_gguf, read_gguf
 from services.model.gguf.tensors import StoredTensor
 from services.model.packed_parts import CONFIG_KEY
 from services.model.packings import logical_headers
-from services.model.safetensors_header import read_header
+from services.model.safetensors_header import SafetensorsHeader, read_header
 from services.model.tensor_headers import PackedMatrix, TensorHeader
 
 CONFIG = "config.json"
@@ -119,8 +119,7 @@ def read_headers(directory: Path, config: Mapping[str, Any], field: str) -> dict
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(directory, field):
         try:
-            with path.open("rb") as file:
-                header = read_header(functools.partial(_read, file), path.stat().st_size)
+            header = read_file_header(path)
         except FileNotFoundError:
             raise missing_file(path, field) from None
         except (DataLoss, OSError) as error:
@@ -130,6 +129,12 @@ def read_headers(directory: Path, config: Mapping[str, Any], field: str) -> dict
                 raise tensor_twice(name, holders[name], path, field)
             headers[name], holders[name] = TensorHeader(entry.code, entry.shape), path
     return logical_headers(config, headers, directory)
+
+
+def read_file_header(path: Path) -> SafetensorsHeader:
+    """Return the header of a safetensors file. Raises DataLoss for one that is not readable, and OSError."""
+    with path.open("rb") as file:
+        return read_header(functools.partial(_read, file), path.stat().st_size)
 
 
 def _gguf_header(stored: StoredTensor, path: Path) -> TensorHeader:

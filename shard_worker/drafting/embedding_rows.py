@@ -16,6 +16,7 @@ from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.scaled_rows import scaled_rows
 from shard_worker.weights.tiled import TiledWeight
+from shard_worker.weights.unread import in_memory
 from shard_worker.weights.weight import DenseWeight, RowLookup
 
 MAX_COPY_SHARE = 0.1
@@ -54,7 +55,7 @@ def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype)
     if not device.is_gpu or size > MAX_COPY_SHARE * describe(device).free_bytes:
         return None
     scale = read_model_config(checkpoint.config).embedding_scale
-    return scaled_rows(checkpoint.weight(name, device.torch_device, dtype), scale, dtype)
+    return scaled_rows(in_memory(checkpoint.weight(name, device.torch_device, dtype)), scale, dtype)
 
 
 def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -44,8 +44,10 @@ from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import LayerBytes, Stage
 from shard_worker.stage.step_runner import make_runner
 from shard_worker.weights.checkpoint import Checkpoint, MappedRows
+from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.scaled_rows import scaled_rows
 from shard_worker.weights.tiled import TiledWeight
+from shard_worker.weights.unread import in_memory
 from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
 Progress = Callable[[int, int], None]
@@ -191,9 +193,14 @@ class StageLoader:
             check_room(device, needed, f"the weights of layers {self._layers}")
         self._check_host(devices, held)
         reader = _Reader(self._checkpoint, self._dtype_of, self.total_bytes, on_progress)
+        threads = _Threads(
+            by_cpu=self._host_experts > 0 or any(device.torch_device.type == "cpu" for device in devices)
+        )
 
         def load_layer(device: torch.device, in_host: int, layer: int) -> tuple[DecoderWeights, LayerBytes]:
-            names = self._layer_names[layer]
+            names, later = self._layer_names[layer], self._layer_names.get(layer + threads.count)
+            if later is not None and (layer + threads.count, device) not in held.layers:
+                self._checkpoint.read_ahead(later.values())
             if (layer, device) in held.layers:
                 weights, size = held.layers[layer, device]
                 reader.count(size.device, *names.values(), host_bytes=size.host)
@@ -220,38 +227,18 @@ class StageLoader:
 
         segments: tuple[Segment, ...] = ()
         layer_bytes: list[LayerBytes] = []
-        for layers, device in _spread(self._layers, devices, self.config.last_cut):
-            in_host = self._experts_in_host(device)
-            load = functools.partial(load_layer, device.torch_device, in_host)
-            loaded = _each_layer(layers, load, by_cpu=in_host > 0 or device.torch_device.type == "cpu")
-            layer_bytes += [size for _, size in loaded]
-            pool = (pools or {}).get(device, PagePool())
-            segment = self._segment(layers, device, capture, tuple(weights for weights, _ in loaded))
-            segments += (replace(segment, pool=pool),)
-        embedding: RowLookup | None = None
-        loaded_embedding = head = None
-        if self.is_first and held.embedding is not None and _is_on(held.embedding, devices[0]):
-            embedding = held.embedding
-            reader.resident += embedding.nbytes
-        elif self.is_first:
-            loaded_embedding = reader.matrix(self._tensors.embedding, devices[0].torch_device)
-            embedding = self._embedding(loaded_embedding)
-        if self.is_last and held.head is not None and _is_on(held.head.weight, devices[-1]):
-            head = held.head
-            reader.resident += head.norm.nbytes + head.weight.nbytes
-        elif self.is_last:
-            last = devices[-1].torch_device
-            shared = loaded_embedding is not None and self.config.tied_head and loaded_embedding.device == last
-            matrix = loaded_embedding if shared else reader.matrix(self._tensors.head, last)
-            assert matrix is not None
-            norm = norm_factor(self.config, reader.vector(self._tensors.norm, last))
-            synthetic = read_synthetic_acceptance(self._checkpoint.config, self.config.vocab_size, last)
-            head = Head(norm, matrix.prepared(), self.config.norm_eps, synthetic, self.config.logit_cap)
-            if shared and head.weight is not matrix:
-                # Not both in memory: rows are looked up in tiles, or in the mapped file.
-                tiled = isinstance(head.weight, TiledWeight)
-                looked_up = head.weight if tiled else MappedRows(self._checkpoint, self._tensors.embedding)
-                embedding = self._embedding(looked_up)
+        with threads:
+            # They begin first: no layer takes as long as a large vocabulary.
+            loaded_ends = threads.start(functools.partial(self._load_ends, reader, devices, held))
+            for layers, device in _spread(self._layers, devices, self.config.last_cut):
+                load = functools.partial(load_layer, device.torch_device, self._experts_in_host(device))
+                started = [threads.start(functools.partial(load, layer)) for layer in range(layers.first, layers.last)]
+                loaded = [one.result() for one in started]
+                layer_bytes += [size for _, size in loaded]
+                pool = (pools or {}).get(device, PagePool())
+                segment = self._segment(layers, device, capture, tuple(weights for weights, _ in loaded))
+                segments += (replace(segment, pool=pool),)
+            embedding, head = loaded_ends.result()
         if self._per_layer_names:
             segments = tuple(replace(one, per_layer=self._per_layer(one, embedding)) for one in segments)
             reader.resident += sum(one.per_layer.projection.nbytes for one in segments if one.per_layer is not None)
@@ -275,6 +262,36 @@ class StageLoader:
             runners=runners,
             batch_runners=tuple(BatchRunner(*end, graphs=graphs) for end in ends) if all(runners) else (),
         )
+
+    def _load_ends(
+        self, reader: _Reader, devices: Sequence[Device], held: HeldWeights
+    ) -> tuple[RowLookup | None, Head | None]:
+        """Return the embedding of a stage that is the first, and the head of one that is the last."""
+        embedding: RowLookup | None = None
+        tied: Weight | None = None
+        if self.is_first and held.embedding is not None and _is_on(held.embedding, devices[0]):
+            embedding = held.embedding
+            reader.count(embedding.nbytes)
+        elif self.is_first:
+            matrix = reader.matrix(self._tensors.embedding, devices[0].torch_device)
+            if self.is_last and self.config.tied_head and held.head is None and _is_on(matrix, devices[-1]):
+                tied = matrix
+            else:
+                embedding = self._embedding(in_memory(matrix))
+        if not self.is_last:
+            return embedding, None
+        if held.head is not None and _is_on(held.head.weight, devices[-1]):
+            reader.count(held.head.norm.nbytes + held.head.weight.nbytes)
+            return embedding, held.head
+        last = devices[-1].torch_device
+        weight = (tied or reader.matrix(self._tensors.head, last)).prepared()
+        norm = norm_factor(self.config, reader.vector(self._tensors.norm, last))
+        synthetic = read_synthetic_acceptance(self._checkpoint.config, self.config.vocab_size, last)
+        if tied is not None:
+            # Not both in memory: rows are looked up in what the head has, or in the mapped file.
+            in_order = isinstance(weight, DenseWeight | PackedWeight | TiledWeight)
+            embedding = self._embedding(weight if in_order else MappedRows(self._checkpoint, self._tensors.embedding))
+        return embedding, Head(norm, weight, self.config.norm_eps, synthetic, self.config.logit_cap)
 
     def _per_layer(self, segment: Segment, embedding: RowLookup | None) -> PerLayerInputs:
         """Return what makes the inputs of a segment's layers. embedding: the model's where it is in memory here.
@@ -435,22 +452,39 @@ class _Reader:
             return_freed_memory()
 
 
-def _each_layer(layers: LayerRange, load: Callable[[int], T], *, by_cpu: bool) -> list[T]:
-    """Return what is loaded for each layer, in order. by_cpu: whether a CPU is to multiply by matrices of it.
+class _Threads:
+    """Loads parts of a stage, several at a time where a CPU is to multiply by matrices of it.
 
-    Then as many layers are loaded at a time as it has threads, each by one: bringing many small matrices to another
-    form, one after the other, keeps several threads waiting for each other.
+    These are as many as it has threads, and each is loaded by one: bringing many small matrices to another form, one
+    after the other, keeps several threads waiting for each other. A context manager: behind it none is at work. count:
+    how many parts are loaded at a time.
     """
-    numbers, threads = range(layers.first, layers.last), torch.get_num_threads()
-    if not by_cpu or threads == 1:
-        return [load(layer) for layer in numbers]
-    pool = ThreadPoolExecutor(threads, "loading", torch.set_num_threads, (1,))
-    try:
-        return list(pool.map(load, numbers))
-    finally:
-        pool.shutdown(cancel_futures=True)
-        # Torch keeps the last number that any thread was given for threads to come.
-        torch.set_num_threads(threads)
+
+    def __init__(self, *, by_cpu: bool) -> None:
+        self.count = torch.get_num_threads() if by_cpu else 1
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> _Threads:
+        if self.count > 1:
+            self._pool = ThreadPoolExecutor(self.count, "loading", torch.set_num_threads, (1,))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            # Torch keeps the last number that any thread was given for threads to come.
+            torch.set_num_threads(self.count)
+
+    def start(self, load: Callable[[], T]) -> Future[T]:
+        """Have a part loaded, which is over on return where there is one thread.
+
+        What it raises, this or the result does.
+        """
+        if self._pool is not None:
+            return self._pool.submit(load)
+        done: Future[T] = Future()
+        done.set_result(load())
+        return done
 
 
 def row_operations(device: Device, config: ModelConfig) -> RowOperations:

@@ -7,7 +7,9 @@ never unpickles.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,19 @@ class MappedRows:
     def lookup(self, indices: torch.Tensor) -> torch.Tensor:
         """Return rows as `Checkpoint.rows` does, for indices int64 [n] on the CPU."""
         return self.checkpoint.rows(self.name, indices.tolist())
+
+
+def read_file_ahead(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Have the system read ranges of a file, from a byte to before another, without waiting for it.
+
+    What cannot be read so is read when it is needed, and its error is told then.
+    """
+    advise = getattr(os, "posix_fadvise", None)
+    if advise is None:
+        return
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for begin, end in ranges:
+            advise(file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
 class Checkpoint(abc.ABC):
@@ -69,6 +84,15 @@ class Checkpoint(abc.ABC):
         No more than this one matrix is unpacked on the way. Raises DataLoss for contents that its format cannot have.
         """
 
+    def unread(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        """Return a packed matrix as `packed` does, or as one whose rows are read when they are brought to another form
+        (`unread.UnreadWeight`); for contents that cannot be, that raises what `packed` raises."""
+        return self.packed(name, device, dtype)
+
+    @abc.abstractmethod
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Have the system read what is stored of tensors, while something else is done: they are asked for next."""
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         return self.headers[name].shape
@@ -93,12 +117,12 @@ class Checkpoint(abc.ABC):
             yield matrix[first : first + step].to(device=device, dtype=dtype)
 
     def weight(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
-        """Return a matrix on a device, dense or packed as it is stored, for activations of a dtype.
+        """Return a matrix for a device, dense or packed as it is stored, for activations of a dtype.
 
-        Raises as `packed`.
+        It is to be `prepared`, or brought to memory as it is by `unread.in_memory`. Raises as `packed`.
         """
         if self.headers[name].packed is not None:
-            return self.packed(name, device, dtype)
+            return self.unread(name, device, dtype)
         return DenseWeight(self.place(name, device, dtype))
 
     def dense(self, name: str) -> torch.Tensor:

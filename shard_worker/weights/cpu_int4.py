@@ -30,6 +30,12 @@ _AT_A_TIME = 1 << 21
 _BROUGHT_AT_A_TIME = 1 << 19
 """How many elements are brought into tiles at a time: what is made of them on the way stays within caches."""
 
+_LOWER = 0xFFFF
+"""The lower half of a word."""
+
+_LOW_HALVES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
+"""Of four bytes."""
+
 _RUN = 32
 """Of codes of 4 bits the low halves of so many bytes are neighbouring columns, and the high halves the next ones."""
 
@@ -52,12 +58,19 @@ class WholeCodes(Protocol):
     @property
     def group(self) -> int: ...
 
-    def unsigned(self, rows: slice) -> torch.Tensor:
-        """Return the codes of some rows: those of 8 bits as uint8 [rows, columns], of 4 bits two in a byte,
-        [rows, columns / 2], in runs as `_RUN` says."""
+    def part(self, rows: slice) -> CodesOfRows:
+        """Return some of the rows."""
 
-    def unsigned_numbers(self, rows: slice, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales and offsets of some rows, float32 [rows, columns / group] both.
+
+class CodesOfRows(Protocol):
+    """Some rows of a matrix of `WholeCodes`."""
+
+    def unsigned(self) -> torch.Tensor:
+        """Return the codes: those of 8 bits as uint8 [rows, columns], of 4 bits two in a byte, [rows, columns / 2], in
+        runs as `_RUN` says. They are not the caller's to change."""
+
+    def unsigned_numbers(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales and offsets, float32 [rows, columns / group] both, which are the caller's.
 
         group: it divides the columns, and the matrix's groups.
         """
@@ -82,24 +95,27 @@ class CpuInt4Weight(Weight):
         whole = self.rows // _tile_rows() * _tile_rows() if _are_tiles_known() else 0
         bounds = [*range(0, whole, step), *range(whole, self.rows, step), self.rows]
         for some in map(slice, bounds[:-1], bounds[1:]):
-            self._bring_numbers(some, *packed.unsigned_numbers(some, self._group))
-            self._bring_codes(some, packed.unsigned(some), known=some.stop <= whole)
+            part = packed.part(some)
+            self._bring_numbers(some, *part.unsigned_numbers(self._group))
+            self._bring_codes(some, part.unsigned(), known=some.stop <= whole)
 
     def _bring_numbers(self, rows: slice, scales: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Take the scales and offsets of some rows, [rows, groups] both."""
+        """Take the scales and offsets of some rows, [rows, groups] both, which are changed."""
         groups = scales.shape[1]
-        # A scale and its offset are moved as one word.
+        # A scale and its offset are moved as one word, the scale in its lower half.
         words = self._numbers.view(torch.int32).squeeze(2)
         if self._halves == 2:
-            words[:groups, rows] = self._words(16 * scales, torch.zeros_like(scales)).T
-            offsets = offsets + 128 * scales
-        words[-groups:, rows] = self._words(scales, offsets + 8 * scales).T
+            words[:groups, rows] = self._bits(16 * scales).bitwise_and_(_LOWER).T
+            offsets.add_(scales, alpha=128)
+        both = self._bits(offsets.add_(scales, alpha=8)).bitwise_left_shift_(16)
+        words[-groups:, rows] = both.bitwise_or_(self._bits(scales).bitwise_and_(_LOWER)).T
 
-    def _words(self, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return torch.stack([scales, offsets], 2).to(self.dtype).view(torch.int32).squeeze(2)
+    def _bits(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the bits of numbers that are rounded, int32, of which the upper ones are those of a signed word."""
+        return numbers.to(self.dtype).view(torch.int16).int()
 
     def _bring_codes(self, rows: slice, codes: torch.Tensor, *, known: bool) -> None:
-        """Take the codes of some rows, as `WholeCodes.unsigned` gives them. known: whether the rows are whole tiles
+        """Take the codes of some rows, as `CodesOfRows.unsigned` gives them. known: whether the rows are whole tiles
         whose order is known; torch's own function for it takes many times as long."""
         count, columns = len(codes), self.columns
         if not known:
@@ -111,17 +127,18 @@ class CpuInt4Weight(Weight):
             tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(single.int(), 1)
             self._codes[rows] = tiles.view(count, -1)
             return
-        # Two rows whose codes share the bytes of a tile.
-        lower, upper = codes.view(-1, 2, _tile_rows() // 2, codes.shape[1]).unbind(1)
-        low_halves, high_halves = (lower & 15).bitwise_or_(upper << 4), (lower >> 4).bitwise_or_(upper & 0xF0)
+        # Two rows whose codes share the bytes of a tile; of each of them four codes are changed at once.
+        lower, upper = codes.view(torch.int32).view(-1, 2, _tile_rows() // 2, codes.shape[1] // 4).unbind(1)
+        low_halves = (lower & _LOW_HALVES).bitwise_or_((upper & _LOW_HALVES) << 4)
+        high_halves = ((lower >> 4) & _LOW_HALVES).bitwise_or_(upper & ~_LOW_HALVES)
         tiles = self._codes[rows].view(len(lower), columns * self._halves, -1)
         if self._halves == 1:
             blocks = tiles.view(len(lower), columns // (2 * _RUN), 2, _RUN, -1).unbind(2)
             for held, halves in zip(blocks, (low_halves, high_halves), strict=True):
-                held.copy_(halves.view(*halves.shape[:2], -1, _RUN).permute(0, 2, 3, 1))
+                _turn(halves, held)
         else:
-            tiles[:, :columns].copy_(high_halves.transpose(1, 2))
-            tiles[:, columns:].copy_(low_halves.transpose(1, 2))
+            _turn(high_halves, tiles[:, :columns].unsqueeze(1))
+            _turn(low_halves, tiles[:, columns:].unsqueeze(1))
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
@@ -192,6 +209,21 @@ def _group(packed: WholeCodes) -> int:
 def _tile_rows() -> int:
     """Return the rows of a tile on this CPU, 0 where the product is slow."""
     return _TILE_ROWS.get(torch.backends.cpu.get_cpu_capability(), 0)
+
+
+def _turn(words: torch.Tensor, out: torch.Tensor) -> None:
+    """Bring bytes from the order of rows to that of columns.
+
+    words: int32 [tiles, rows, bytes of a row / 4], which is changed. out: uint8 [tiles, runs, bytes of a run, rows].
+    """
+    # Two rows are turned byte by byte, pairs of them word by word: torch moves words four times as fast as bytes.
+    first, second = words[:, ::2], words[:, 1::2]
+    even = (first & _EVEN_BYTES).bitwise_or_((second & _EVEN_BYTES) << 8)
+    odd = ((first >> 8) & _EVEN_BYTES).bitwise_or_(second & ~_EVEN_BYTES)
+    tiles, runs, run, rows = out.shape
+    held = out.view(torch.int16).view(tiles, runs, run // 2, 2, rows // 2).unbind(3)
+    for there, here in zip(held, (even, odd), strict=True):
+        there.copy_(here.view(torch.int16).view(tiles, rows // 2, runs, run // 2).permute(0, 2, 3, 1))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,9 +18,10 @@ from services.model.gguf.blocks import DENSE
 from services.model.gguf.container import GgufTensor, read_gguf
 from services.model.gguf.tensors import Elements, HeadOrder, InterleavedHalves
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.checkpoint import Checkpoint, read_file_ahead
 from shard_worker.weights.gguf_blocks import unpack_blocks
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
+from shard_worker.weights.unread import StoredRows, UnreadWeight, in_memory
 from shard_worker.weights.weight import Weight
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -36,6 +37,12 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(path, config, read_headers(path, config, field))
         self._stored = stored_tensors(read_gguf(path, field))
         self._mapped: dict[str, torch.Tensor] = {}
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        tensors = [self._stored[name].tensor for name in names]
+        for path in {tensor.path for tensor in tensors}:
+            here = [tensor for tensor in tensors if tensor.path == path]
+            read_file_ahead(path, [(tensor.begin, tensor.begin + tensor.nbytes) for tensor in here])
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
@@ -54,14 +61,26 @@ class GgufCheckpoint(Checkpoint):
         return tensor.reshape(stored.shape)
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
-        stored = self._stored[name]
-        weight = self._unpacked(name, _rows(stored.tensor, at_once=True), dtype, device)
-        self._check_numbers(name, weight)
-        if stored.rows is not None and not stored.rows.is_same:
-            weight = weight.select_rows(_row_order(stored.rows).to(device))
-        if stored.columns is not None and not stored.columns.is_same:
-            weight = weight.with_columns(torch.tensor(stored.columns.heads, device=device), stored.columns.size)
-        return weight
+        return in_memory(self.unread(name, device, dtype))
+
+    def unread(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        stored, header = self._stored[name], self.headers[name]
+        assert header.packed is not None
+        rows, columns = header.shape
+        data = _rows(stored.tensor, at_once=True)
+        order = None if stored.rows is None or stored.rows.is_same else _row_order(stored.rows)
+
+        def read(some: slice | torch.Tensor) -> PackedWeight:
+            part = self._unpacked(name, data[some if order is None else order[some]], dtype, device)
+            self._check_numbers(name, part)
+            return part
+
+        kind, row_bytes = (stored.tensor.type.name, stored.scale is None), header.packed.loaded_bytes / rows
+        weight = UnreadWeight([StoredRows(rows, read)], columns, kind, row_bytes, dtype=dtype, device=device)
+        if stored.columns is None or stored.columns.is_same:
+            return weight
+        heads = torch.tensor(stored.columns.heads, device=device)
+        return weight.whole().with_columns(heads, stored.columns.size)
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """As `Checkpoint.rows`; nothing but these rows is unpacked."""
@@ -104,7 +123,7 @@ class GgufCheckpoint(Checkpoint):
     def _check_numbers(self, name: str, weight: PackedWeight) -> None:
         """Raise DataLoss for scales that are no finite numbers."""
         for numbers in (weight.scales, weight.offsets):
-            if numbers is not None and not _are_finite(numbers):
+            if numbers is not None and not numbers.are_finite:
                 raise self._damaged(name, "has scales that are NaN or infinite; they must be finite")
 
     def _damaged(self, name: str, what: str) -> DataLoss:
@@ -128,11 +147,6 @@ def _rows(tensor: GgufTensor, *, at_once: bool = False) -> torch.Tensor:
         raise DataLoss(f"tensor {tensor.name} in {tensor.path} cannot be read: {error}", field=tensor.name) from error
     content = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.begin - start)
     return content.view(-1, tensor.type.row_bytes(tensor.shape[-1]))
-
-
-def _are_finite(numbers: GroupNumbers) -> bool:
-    parts = [numbers.values, *([] if numbers.factors is None else [numbers.factors])]
-    return all(bool(torch.isfinite(part).all()) for part in parts if part.is_floating_point())
 
 
 def _places(order: HeadOrder | InterleavedHalves) -> torch.Tensor:

@@ -11,8 +11,9 @@ import enum
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,12 @@ half. Both halves of a tile of bytes are then runs of columns."""
 
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice what the codes of MXFP4 and NVFP4 stand for, as `Packing.table`; scales are halved instead."""
+
+_FLOAT16_INFINITE = 1 << 14
+"""The bit of float16 that numbers from 2 on have, and those that are none."""
+
+_EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+"""The bits of numbers of 16 bits that all are 1 in those that are not finite."""
 
 _SIGN = 128
 """What makes a signed byte an unsigned one."""
@@ -62,6 +69,11 @@ class GroupNumbers:
     def nbytes(self) -> int:
         """Memory that they take, in bytes."""
         return self.values.nbytes + (0 if self.factors is None else self.factors.nbytes)
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether none of them is NaN or infinite."""
+        return are_finite(self.values) and (self.factors is None or are_finite(self.factors))
 
     def numbers(self, rows: slice = slice(None)) -> torch.Tensor:
         """Return the numbers of some rows, float32 [rows, columns / group]."""
@@ -152,14 +164,17 @@ class PackedWeight(Weight):
         """Return the elements of some rows, [rows, columns], computed in float32 and then rounded to `dtype`."""
         if _unpacks_by_kernel(self.device) and self._numbers_are_plain:
             return self._unpacked_by_kernel(rows, dtype)
+        return self._elements(rows).to(dtype)
+
+    def _elements(self, rows: slice) -> torch.Tensor:
+        """Return the elements of some rows in float32, by plain torch."""
         codes, packing = self.codes[rows], self.packing
         if packing.codes is Codes.BITS4:
             codes = unpack_4_bits(codes)
         if packing.table:
             elements = torch.tensor(packing.table, device=self.device)[codes.int()]
         elif packing.codes is Codes.FLOAT8 and self.device.type == "cpu":
-            # By a table, as torch takes five times as long to convert them.
-            elements = _float8_numbers().index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+            elements = _float8_numbers(codes)
         else:
             elements = codes.float()
         if packing.origin:
@@ -167,7 +182,7 @@ class PackedWeight(Weight):
         _each_group(elements, self.scales, rows, torch.Tensor.mul_)
         if self.offsets is not None:
             _each_group(elements, self.offsets, rows, torch.Tensor.add_)
-        return elements.to(dtype)
+        return elements
 
     @property
     def _numbers_are_plain(self) -> bool:
@@ -202,49 +217,47 @@ class PackedWeight(Weight):
         whole = table is not None and all(number.is_integer() and abs(number) < _SIGN for number in table)
         return 8 if whole or self.packing.codes is Codes.INT8 else None
 
-    def unsigned(self, rows: slice = slice(None)) -> torch.Tensor:
-        """As of `WholeCodes`."""
-        codes, table = self.codes[rows], self.packing.table
+    def unsigned(self) -> torch.Tensor:
+        """As of `CodesOfRows`."""
+        table = self.packing.table
         if self.packing.codes is Codes.INT8:
-            return codes.view(torch.uint8) ^ _SIGN
+            return self.codes.view(torch.uint8) ^ _SIGN
         if table is None:
-            return codes
-        return (torch.tensor(table) + _SIGN).to(torch.uint8)[unpack_4_bits(codes).int()]
+            return self.codes
+        words = self.codes.reshape(-1).view(torch.int16).long().add_(1 << 15)
+        low_halves, high_halves = _unsigned_pairs(table)
+        both = torch.empty(self.rows, self.columns // BLOCK_COLUMNS, 2, BLOCK_COLUMNS // 4, dtype=torch.int16)
+        for half, numbers in enumerate((low_halves, high_halves)):
+            both[:, :, half] = numbers.take(words).view(self.rows, -1, BLOCK_COLUMNS // 4)
+        return both.view(torch.uint8).view(self.rows, self.columns)
 
-    def unsigned_numbers(self, rows: slice, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `WholeCodes`."""
-        scales = self.scales.numbers(rows)
+    def unsigned_numbers(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `CodesOfRows`."""
+        scales = self.scales.numbers()
         if group < self.scales.group:
             scales = scales.repeat_interleave(self.scales.group // group, 1)
         offsets = scales * -(self.packing.origin if self.unsigned_bits == 4 else self.packing.origin + _SIGN)
         if self.offsets is not None:
-            own = self.offsets.numbers(rows)
+            own = self.offsets.numbers()
             offsets += own if group == self.offsets.group else own.repeat_interleave(self.offsets.group // group, 1)
         return scales, offsets
 
-    def prepared(self, *, unpacked: bool = True) -> Weight:
-        """On a GPU, tiles that kernels read. On the CPU, the form that torch has a fast product for; where it has none,
-        a dense matrix, or this one, of which a part is unpacked for each product."""
-        if self.device.type != "cpu":
-            return self._tiled()
-        if CpuInt4Weight.takes(self):
-            return CpuInt4Weight(self)
-        if not unpacked:
-            return self
-        dense = torch.empty(self.rows, self.columns, dtype=self.dtype)
-        for rows in self._row_parts(rows_at_a_time(self.columns, self.device)):
-            dense[rows] = self.unpacked(rows, self.dtype)
-        return DenseWeight(dense).prepared()
+    @property
+    def form(self) -> PackedWeight:
+        """As of `PackedRows`: itself."""
+        return self
 
-    def _tiled(self) -> Weight:
-        target = devices.kernel_target(self.device)
-        if target is None or not _unpacks_by_kernel(self.device):
-            return self
-        try:
-            return TiledWeight(self, tiling_of(self, lanes=target.lane_order))
-        except ValueError:
-            # Plain torch multiplies by it, and says why.
-            return self
+    def part(self, rows: slice) -> PackedWeight:
+        """As of `PackedRows`."""
+        return self.select_rows(rows)
+
+    def prepared(self, *, unpacked: bool = True) -> Weight:
+        """As `prepared`, of this module."""
+        return prepared(self, unpacked=unpacked) or self
+
+    def put_elements(self, out: torch.Tensor) -> None:
+        """Write the elements to a tensor [rows, columns] of any floating point type on the CPU, rounded to that."""
+        out.copy_(self._elements(slice(None)))
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
@@ -300,9 +313,63 @@ class PackedWeight(Weight):
         offsets = other.offsets is None if self.offsets is None else self.offsets.is_like(other.offsets)
         return self.packing == other.packing and self.scales.is_like(other.scales) and offsets
 
-    def _row_parts(self, step: int) -> Iterator[slice]:
-        """Yield all rows, so many at a time."""
-        return (slice(first, first + step) for first in range(0, self.rows, step))
+
+class PackedRows(Protocol):
+    """A packed matrix [rows, columns] whose rows can be had some at a time: in memory, or in a file.
+
+    dtype, device: as of `Weight`.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def form(self) -> PackedWeight:
+        """A matrix in the same form, of some of the rows."""
+
+    def part(self, rows: slice) -> PackedWeight:
+        """Return some of the rows, on the device."""
+
+    @property
+    def unsigned_bits(self) -> int | None:
+        """As of `WholeCodes`."""
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring columns of a row have one scale, and one offset."""
+
+
+def prepared(packed: PackedRows, *, unpacked: bool) -> Weight | None:
+    """Return what multiplies fastest on the device: on a GPU, tiles that kernels read; on the CPU, the form that torch
+    has a fast product for, or where it has none, a dense matrix. None where that is the packed matrix itself.
+
+    Of the rows some are brought to that form at a time. unpacked: as of `Weight.prepared`.
+    """
+    if packed.device.type != "cpu":
+        return _tiled(packed)
+    if CpuInt4Weight.takes(packed):
+        return CpuInt4Weight(packed)
+    if not unpacked:
+        return None
+    dense = torch.empty(packed.rows, packed.columns, dtype=packed.dtype)
+    step = rows_at_a_time(packed.columns, packed.device)
+    for first in range(0, packed.rows, step):
+        some = slice(first, min(first + step, packed.rows))
+        packed.part(some).put_elements(dense[some])
+    return DenseWeight(dense).prepared()
+
+
+def _tiled(packed: PackedRows) -> TiledWeight | None:
+    target = devices.kernel_target(packed.device)
+    if target is None or not _unpacks_by_kernel(packed.device):
+        return None
+    try:
+        return TiledWeight(packed, tiling_of(packed.form, lanes=target.lane_order))
+    except ValueError:
+        # Plain torch multiplies by it, and says why.
+        return None
 
 
 def _each_group(
@@ -320,10 +387,27 @@ def _each_group(
         change(elements.view(count, -1, numbers.group), own.unsqueeze(2))
 
 
+def _float8_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """Return what codes of float8_e4m3fn stand for, float32, on the CPU: by their bits, as torch takes ten times as
+    long to convert them."""
+    whole = codes.view(torch.int8)
+    # Those of float16, whose exponent counts from elsewhere; what has all bits but the sign is no number.
+    bits = whole.short().bitwise_left_shift_(7).bitwise_and_(~_FLOAT16_INFINITE)
+    numbers = bits.view(torch.float16).float().mul_(256)
+    magnitudes = whole & 127
+    if bool((magnitudes.amax() if len(whole) else 0) == 127):
+        numbers[magnitudes == 127] = torch.nan
+    return numbers
+
+
 @functools.cache
-def _float8_numbers() -> torch.Tensor:
-    """Return what the codes of float8_e4m3fn stand for, float32 [256], on the CPU."""
-    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+def _unsigned_pairs(table: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the low halves of two bytes stand for, and the high ones, each plus `_SIGN`: two bytes, int16
+    [65536] by the two as a signed word, the least one first."""
+    words = torch.arange(-1 << 15, 1 << 15)
+    numbers = (torch.tensor(table) + _SIGN).long()
+    low, high = (numbers[words >> shift & 15] | numbers[words >> shift + 8 & 15] << 8 for shift in (0, 4))
+    return low.short(), high.short()
 
 
 @functools.cache
@@ -344,6 +428,17 @@ def _in_order(numbers: torch.Tensor, order: torch.Tensor, run: int) -> torch.Ten
     return numbers.view(len(numbers), -1, run)[:, order].flatten(1)
 
 
+def are_finite(numbers: torch.Tensor) -> bool:
+    """Return whether none of some numbers is NaN or infinite; whole numbers never are."""
+    if not numbers.is_floating_point() or not numbers.numel():
+        return True
+    exponent = _EXPONENTS.get(numbers.dtype)
+    if exponent is None:
+        return bool(torch.isfinite(numbers.float()).all())
+    # By their bits, which takes a CPU a tenth of the time.
+    return bool((numbers.view(torch.int16) & exponent).amax() < exponent)
+
+
 def pack_4_bits(codes: torch.Tensor) -> torch.Tensor:
     """Return codes 0 to 15, integers [rows, columns], as bytes, uint8 [rows, columns / 2] in the order of
     `BLOCK_COLUMNS`, which divides the columns."""
@@ -354,4 +449,7 @@ def pack_4_bits(codes: torch.Tensor) -> torch.Tensor:
 def unpack_4_bits(packed: torch.Tensor) -> torch.Tensor:
     """Return the codes in bytes of `pack_4_bits`, uint8 [rows, columns]."""
     halves = packed.view(len(packed), -1, BLOCK_COLUMNS // 2)
-    return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
+    codes = halves.new_empty(*halves.shape[:2], 2, BLOCK_COLUMNS // 2)
+    torch.bitwise_and(halves, 15, out=codes[:, :, 0])
+    torch.bitwise_right_shift(halves, 4, out=codes[:, :, 1])
+    return codes.flatten(1)

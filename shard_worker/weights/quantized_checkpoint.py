@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -27,6 +27,9 @@ class QuantizedCheckpoint(Checkpoint):
     @functools.cached_property
     def fingerprint(self) -> str:
         return self._quantization.fingerprint(self._dense.fingerprint)
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        self._dense.read_ahead(names)
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._dense.tensor(name)

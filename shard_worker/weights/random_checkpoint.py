@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -35,6 +35,9 @@ class RandomCheckpoint(Checkpoint):
         self._dtype = dtype_from_name(dtype, "torch_dtype")
         super().__init__(Path(directory), config, random_headers(config))
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """As `Checkpoint.read_ahead`: there is nothing to read."""
 
     def tensor(self, name: str) -> torch.Tensor:
         if name == TOKEN_OFFSETS:

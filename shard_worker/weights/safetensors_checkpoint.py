@@ -5,18 +5,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.model.checkpoint_files import missing_file, read_config, tensor_twice, unreadable_file, weight_files
+from services.model.checkpoint_files import (
+    missing_file,
+    read_config,
+    read_file_header,
+    tensor_twice,
+    unreadable_file,
+    weight_files,
+)
 from services.model.packings import logical_headers
-from services.model.safetensors_header import LENGTH_BYTES
+from services.model.safetensors_header import LENGTH_BYTES, SafetensorsHeader
 from services.model.stored_experts import experts_apart
 from services.model.tensor_headers import TensorHeader
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.checkpoint import Checkpoint, read_file_ahead
 from shard_worker.weights.formats import StoredParts, weight_format
 from shard_worker.weights.weight import Weight
 
@@ -37,6 +45,7 @@ class SafetensorsCheckpoint(Checkpoint):
         config = read_config(directory, field)
         self._files = {path: _open(path, field) for path in weight_files(directory, field)}
         self._holder: dict[str, Path] = {}
+        self._headers: dict[Path, SafetensorsHeader] = {}
         stored: dict[str, TensorHeader] = {}
         for path, file in self._files.items():
             for name in list(file.keys()):
@@ -46,6 +55,17 @@ class SafetensorsCheckpoint(Checkpoint):
                 stored[name], self._holder[name] = TensorHeader(view.get_dtype(), tuple(view.get_shape())), path
         _, self._expert_parts = experts_apart(stored)
         super().__init__(directory, config, logical_headers(config, stored, directory))
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        stored: set[str] = set()
+        for name in names:
+            packed, part = self.headers[name].packed, self._expert_parts.get(name)
+            stored |= set(packed.parts.values()) if packed is not None else {name if part is None else part.stored}
+        for path in {self._holder[name] for name in stored}:
+            header = self._headers.get(path) or self._headers.setdefault(path, read_file_header(path))
+            entries = [header.tensors[name] for name in stored if self._holder[name] == path]
+            start = header.data_start
+            read_file_ahead(path, [(start + entry.begin, start + entry.end) for entry in entries])
 
     def tensor(self, name: str) -> torch.Tensor:
         part = self._expert_parts.get(name)

@@ -32,6 +32,9 @@ _WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _MOST_SPAN = 128
 """Groups of more columns are multiples of this."""
 
+_COPIED_BYTES = 1 << 26
+"""How many bytes of codes are brought into tiles at a time."""
+
 ALL_COLUMNS = 1 << 20
 """Stands for a group, or a span of groups, that is a whole row."""
 
@@ -65,6 +68,22 @@ class Packed(Protocol):
 
     def with_rows(self, codes: torch.Tensor, scales: Any, offsets: Any) -> Any:
         """Return a matrix of other rows in the same form."""
+
+
+class PackedRows(Protocol):
+    """A packed matrix whose rows can be had some at a time, as of `packed.PackedRows`."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def form(self) -> Packed:
+        """A matrix in the same form, of some of the rows."""
+
+    def part(self, rows: slice) -> Packed:
+        """Return some of the rows, on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,27 +192,34 @@ class TiledWeight(Weight):
 
     __slots__ = ("_empty", "codes", "columns", "device", "dtype", "offsets", "packing", "rows", "scales", "tiling")
 
-    def __init__(self, packed: Packed, tiling: Tiling) -> None:
-        """packed: of which all is copied."""
+    def __init__(self, packed: PackedRows, tiling: Tiling) -> None:
+        """packed: of which all is copied, some rows at a time."""
         # A copy of no rows: a view of them would keep all of the matrix in memory.
-        self._empty = packed.select_rows(torch.empty(0, dtype=torch.int64, device=packed.device))
+        self._empty = packed.form.select_rows(torch.empty(0, dtype=torch.int64, device=packed.device))
         self.rows, self.columns, self.dtype, self.device = packed.rows, packed.columns, packed.dtype, packed.device
-        self.packing, self.tiling = packed.packing, tiling
-        codes = packed.codes.view(torch.uint8)
-        blocks, held = -(-self.rows // TILE_ROWS), codes.shape[1]
+        self.packing, self.tiling = self._empty.packing, tiling
+        blocks, held = -(-self.rows // TILE_ROWS), self._empty.codes.shape[1]
         self.codes = torch.empty(blocks, TILE_ROWS * held, dtype=torch.uint8, device=self.device)
-        step = max(1, (1 << 26) // (TILE_ROWS * held))
+        self.scales = self._room_for(self._empty.scales)
+        self.offsets = None if self._empty.offsets is None else self._room_for(self._empty.offsets)
+        step = max(1, _COPIED_BYTES // (TILE_ROWS * held))
         for first in range(0, blocks, step):
-            some = codes[first * TILE_ROWS : (first + step) * TILE_ROWS]
-            if len(some) % TILE_ROWS:
-                some = F.pad(some, (0, 0, 0, -len(some) % TILE_ROWS))
-            tiles = some.view(-1, TILE_ROWS, held // tiling.chunk, *self._plain_shape)
-            order = (0, 2, 1, 4, 3, 5) if tiling.lanes else (0, 2, 1, 3)
-            self.codes[first : first + step].view(len(tiles), held // tiling.chunk, TILE_ROWS, *self._held_shape).copy_(
-                tiles.permute(order)
-            )
-        self.scales = self._transposed(packed.scales)
-        self.offsets = None if packed.offsets is None else self._transposed(packed.offsets)
+            some = slice(first * TILE_ROWS, min((first + step) * TILE_ROWS, self.rows))
+            part = packed.part(some)
+            self._bring_codes(first, part.codes.view(torch.uint8))
+            self._bring_numbers(self.scales, some, part.scales)
+            if self.offsets is not None:
+                self._bring_numbers(self.offsets, some, part.offsets)
+
+    def _bring_codes(self, block: int, codes: torch.Tensor) -> None:
+        """Take the codes of some rows, uint8 [rows, bytes of a row], into the tiles from a block of rows on."""
+        held = codes.shape[1]
+        if len(codes) % TILE_ROWS:
+            codes = F.pad(codes, (0, 0, 0, -len(codes) % TILE_ROWS))
+        tiles = codes.view(-1, TILE_ROWS, held // self.tiling.chunk, *self._plain_shape)
+        order = (0, 2, 1, 4, 3, 5) if self.tiling.lanes else (0, 2, 1, 3)
+        there = self.codes[block : block + len(tiles)]
+        there.view(len(tiles), held // self.tiling.chunk, TILE_ROWS, *self._held_shape).copy_(tiles.permute(order))
 
     @property
     def _plain_shape(self) -> tuple[int, ...]:
@@ -207,11 +233,25 @@ class TiledWeight(Weight):
         chunk = self.tiling.chunk
         return (4, chunk // 16, 4) if self.tiling.lanes else (chunk,)
 
-    def _transposed(self, numbers: Numbers) -> TiledNumbers:
-        values, each = numbers.values, max(1, self.tiling.columns // self.tiling.group)
-        words = values.contiguous().view(_WORDS[values.dtype.itemsize * 8 * each]).T.contiguous()
-        factors = None if numbers.factors is None else numbers.factors.T.contiguous()
+    @property
+    def _numbers_in_word(self) -> int:
+        return max(1, self.tiling.columns // self.tiling.group)
+
+    def _room_for(self, numbers: Numbers) -> TiledNumbers:
+        """Return memory for the numbers of all rows. numbers: of any of them."""
+        values, factors, each = numbers.values, numbers.factors, self._numbers_in_word
+        dtype = _WORDS[values.dtype.itemsize * 8 * each]
+        words = torch.empty(values.shape[1] // each, self.rows, dtype=dtype, device=self.device)
+        if factors is not None:
+            factors = factors.new_empty(factors.shape[1], self.rows)
         return TiledNumbers(words, values.dtype, factors, factor_span(numbers, self.columns))
+
+    @staticmethod
+    def _bring_numbers(held: TiledNumbers, rows: slice, numbers: Numbers) -> None:
+        """Take the numbers of some rows."""
+        held.words[:, rows] = numbers.values.contiguous().view(held.words.dtype).T
+        if held.factors is not None and numbers.factors is not None:
+            held.factors[:, rows] = numbers.factors.T
 
     @property
     def nbytes(self) -> int:

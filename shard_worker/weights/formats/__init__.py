@@ -17,6 +17,7 @@ import torch
 from services.errors import DataLoss
 from services.model.tensor_headers import PackedMatrix
 from shard_worker.weights.integers import split_pairs
+from shard_worker.weights.packed import are_finite
 from shard_worker.weights.weight import ReorderedWeight, Weight
 
 
@@ -47,7 +48,7 @@ class StoredParts:
         scales = self.tensor(role)
         if scales.dtype is torch.float8_e8m0fnu:
             scales = scales.bfloat16()
-        if not torch.isfinite(scales.float()).all():
+        if not are_finite(scales):
             raise self.damaged(role, "holds NaN or infinity; scales must be finite numbers")
         return scales
 

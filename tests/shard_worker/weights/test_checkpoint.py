@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from services.errors import DataLoss, FlashsplitError, InvalidArgument, NotFound, Unimplemented
+from services.model.gguf.container import read_gguf
+from shard_worker.weights import gguf_checkpoint, safetensors_checkpoint
+from shard_worker.weights.checkpoint import read_file_ahead
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
+from tests.reference.gguf_files import all_of, write_gguf
+from tests.shard_worker.packed import Packed
 from tests.shard_worker.tiny import Tiny
 
 HEAD = "lm_head.weight"
@@ -168,3 +173,41 @@ def test_another_config_has_another_fingerprint(single: Path, tiny: Tiny) -> Non
     storage.edit_config(single, lambda config: config.update(rms_norm_eps=1e-5))
 
     assert open_checkpoint(single).fingerprint != open_checkpoint(tiny.path("qwen3")).fingerprint
+
+
+@pytest.mark.parametrize("kind", ["dense", "gguf", "compressed"])
+def test_what_is_read_ahead_are_the_tensors(
+    sharded: Path, tmp_path: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Those of the names, and all parts of a packed matrix; none of it is read otherwise."""
+    if kind == "gguf":
+        path = write_gguf(checkpoints.write_qwen3(tmp_path / "small", hidden=64), tmp_path / "a.gguf", all_of("Q8_0"))
+    else:
+        path = sharded if kind == "dense" else packed("fp8")[0]
+    asked: list[bytes] = []
+
+    def read(file: Path, ranges: Iterable[tuple[int, int]]) -> None:
+        asked.extend(file.read_bytes()[begin:end] for begin, end in ranges)
+
+    for module in (gguf_checkpoint, safetensors_checkpoint):
+        monkeypatch.setattr(module, "read_file_ahead", read)
+    checkpoint = open_checkpoint(path)
+    names = [name for name in checkpoint.headers if ".layers.1.mlp." in name]
+    checkpoint.read_ahead(names)
+    if kind == "gguf":
+        stored = read_gguf(path).tensors
+        tensors = [stored[f"blk.1.ffn_{part}.weight"] for part in ("gate", "up", "down")]
+        expected = [path.read_bytes()[one.begin : one.begin + one.nbytes] for one in tensors]
+    else:
+        loaded = storage.load_tensors(path)
+        own = [tensor for name, tensor in loaded.items() if ".layers.1.mlp." in name]
+        expected = [tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in own]
+    assert sorted(asked) == sorted(expected)
+    assert len(expected) >= 3
+
+
+def test_reading_ahead_leaves_errors_to_reading(tmp_path: Path) -> None:
+    read_file_ahead(tmp_path / "none", [(0, 1)])
+    whole = tmp_path / "whole"
+    whole.write_bytes(b"x")
+    read_file_ahead(whole, [(0, 1), (5, 100)])

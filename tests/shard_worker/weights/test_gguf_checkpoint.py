@@ -20,6 +20,7 @@ from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
+from shard_worker.weights.unread import in_memory
 from tests.reference import checkpoints, storage, target
 from tests.reference.gguf_files import ChooseType, all_of, mxfp4_experts, q4_k_m, write_gguf
 from tests.shard_worker.tiny import LLAMA3, Run, ids, ignore_progress, load_split, load_stage
@@ -171,9 +172,11 @@ def test_matrices_stay_packed(models: Callable[[str], Model]) -> None:
     checkpoint = open_checkpoint(path)
     for name, kind in (("lm_head.weight", "Q6_K"), ("model.layers.0.linear_attn.out_proj.weight", "Q8_0")):
         assert checkpoint.headers[name].code == kind
-        weight = checkpoint.weight(name, torch.device("cpu"), torch.bfloat16)
+        unread = checkpoint.weight(name, torch.device("cpu"), torch.bfloat16)
+        weight = in_memory(unread)
         assert isinstance(weight, PackedWeight)
         assert weight.dtype == torch.bfloat16
+        assert weight.nbytes == unread.nbytes
     stage = load_stage(path)
     assert stage.dtype == torch.bfloat16
     assert stage.weight_bytes < sum(tensor.numel() for tensor in storage.load_tensors(models(case).dense).values())
@@ -222,7 +225,7 @@ def test_scales_of_whole_matrices_are_checked(models: Callable[[str], Model], tm
     hybrid, expected = open_checkpoint(model.path), storage.load_tensors(model.dense)[rows][[7, 0, 255]]
     torch.testing.assert_close(hybrid.rows(rows, [7, 0, 255]), expected, rtol=1e-6, atol=0)
     for name in ("linear_attn.out_proj.weight", "mlp.up_proj.weight"):
-        matrix = hybrid.weight(f"model.layers.0.{name}", torch.device("cpu"), torch.bfloat16)
+        matrix = in_memory(hybrid.weight(f"model.layers.0.{name}", torch.device("cpu"), torch.bfloat16))
         assert isinstance(matrix, PackedWeight)
         assert form_of(TiledWeight(matrix, tiling_of(matrix, lanes=True))).lanes
 
