@@ -448,7 +448,7 @@ def pack_4_bits(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_4_bits(packed: torch.Tensor) -> torch.Tensor:
     """Return the codes in bytes of `pack_4_bits`, uint8 [rows, columns]."""
-    halves = packed.view(len(packed), -1, BLOCK_COLUMNS // 2)
+    halves = packed.view(len(packed), packed.shape[1] * 2 // BLOCK_COLUMNS, BLOCK_COLUMNS // 2)
     codes = halves.new_empty(*halves.shape[:2], 2, BLOCK_COLUMNS // 2)
     torch.bitwise_and(halves, 15, out=codes[:, :, 0])
     torch.bitwise_right_shift(halves, 4, out=codes[:, :, 1])
