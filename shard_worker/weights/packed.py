@@ -384,7 +384,7 @@ def _each_group(
     if columns % numbers.group:
         change(elements, own.repeat_interleave(numbers.group, 1)[:, :columns])
     else:
-        change(elements.view(count, -1, numbers.group), own.unsqueeze(2))
+        change(elements.view(count, columns // numbers.group, numbers.group), own.unsqueeze(2))
 
 
 def _float8_numbers(codes: torch.Tensor) -> torch.Tensor:
