@@ -59,8 +59,10 @@ class SafetensorsCheckpoint(Checkpoint):
     def read_ahead(self, names: Iterable[str]) -> None:
         stored: set[str] = set()
         for name in names:
-            packed, part = self.headers[name].packed, self._expert_parts.get(name)
-            stored |= set(packed.parts.values()) if packed is not None else {name if part is None else part.stored}
+            packed = self.headers[name].packed
+            for own in [name] if packed is None else packed.parts.values():
+                part = self._expert_parts.get(own)
+                stored.add(own if part is None else part.stored)
         for path in {self._holder[name] for name in stored}:
             header = self._headers.get(path) or self._headers.setdefault(path, read_file_header(path))
             entries = [header.tensors[name] for name in stored if self._holder[name] == path]

@@ -175,15 +175,16 @@ def test_another_config_has_another_fingerprint(single: Path, tiny: Tiny) -> Non
     assert open_checkpoint(single).fingerprint != open_checkpoint(tiny.path("qwen3")).fingerprint
 
 
-@pytest.mark.parametrize("kind", ["dense", "gguf", "compressed"])
+@pytest.mark.parametrize("kind", ["dense", "gguf", "packed", "experts"])
 def test_what_is_read_ahead_are_the_tensors(
-    sharded: Path, tmp_path: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch, kind: str
+    tiny: Tiny, sharded: Path, tmp_path: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Those of the names, and all parts of a packed matrix; none of it is read otherwise."""
     if kind == "gguf":
         path = write_gguf(checkpoints.write_qwen3(tmp_path / "small", hidden=64), tmp_path / "a.gguf", all_of("Q8_0"))
     else:
-        path = sharded if kind == "dense" else packed("fp8")[0]
+        paths = {"dense": sharded, "packed": packed("fp8")[0], "experts": tiny.path("gpt_oss-mxfp4")}
+        path = paths[kind]
     asked: list[bytes] = []
 
     def read(file: Path, ranges: Iterable[tuple[int, int]]) -> None:
