@@ -15,7 +15,6 @@ import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.drafting.drafters import DraftRunner, DraftState
-from shard_worker.drafting.runner import blocks_of
 from shard_worker.model.kernels.accept import ACCEPTED, ASKED, STOPS, UNDECIDED, WHOLE, accept
 from shard_worker.model.kernels.complete_step import complete_step
 from shard_worker.model.kernels.step_parameters import StepParameters
@@ -58,7 +57,7 @@ class BlocksAhead:
         self._asked = torch.zeros((self._sessions, ASKED), dtype=torch.int64, device=device)
         self._asked_for: Sequence[tuple[int, AbstractSet[int]]] = ()
         self._outcome = torch.zeros(self._sessions + rows, dtype=torch.int64, device=device)
-        self._proposed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._proposed = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """The rows of the blocks that were issued last."""
         self._spare: list[Arriving] = []
 
@@ -131,7 +130,7 @@ class BlocksAhead:
             # Behind the draft tokens, which somebody waits for; before the next step, which needs it.
             if commit is not None:
                 commit(outcome)
-        return Issued(sessions, arriving, self._sessions, self._spare.append)
+        return Issued(sessions, arriving, self._sessions, draft.blocks_of, self._spare.append)
 
     def complete(self, step: StepParameters) -> None:
         """Queue that the outcome of the step whose blocks were issued last is put into the parameters of the next one:
@@ -175,11 +174,17 @@ class Issued:
     """The outcome of a step and the blocks behind it, on their way."""
 
     def __init__(
-        self, sessions: Sequence[Following], arriving: Arriving, counts: int, give_back: Callable[[Arriving], None]
+        self,
+        sessions: Sequence[Following],
+        arriving: Arriving,
+        counts: int,
+        blocks_of: Callable[[Sequence[int], Sequence[int]], list[tuple[int, ...]]],
+        give_back: Callable[[Arriving], None],
     ) -> None:
-        """counts: how many counts come before the tokens of an outcome. give_back: takes the memory when all of it was
-        read."""
+        """counts: how many counts come before the tokens of an outcome. blocks_of: as of `DraftRunner`. give_back:
+        takes the memory when all of it was read."""
         self._sessions, self._arriving, self._counts, self._give_back = sessions, arriving, counts, give_back
+        self._blocks_of = blocks_of
         self._produced: list[list[int]] | None = None
         self._draft_tokens: list[tuple[int, ...]] | None = None
         self.decided_ns = self.ready_ns = 0
@@ -208,7 +213,7 @@ class Issued:
             _wait(self._arriving.ready)
             self.ready_ns = time.monotonic_ns()
             wanted = [one.draft_tokens for one in self._sessions]
-            self._draft_tokens = blocks_of(self._arriving.proposed.tolist(), wanted)
+            self._draft_tokens = self._blocks_of(self._arriving.proposed.tolist(), wanted)
             self._give_back(self._arriving)
         return self._draft_tokens
 

@@ -116,6 +116,11 @@ class LocalDraftLink:
     # --- on the device thread
 
     @property
+    def cuts_blocks(self) -> bool:
+        """Whether a block may have fewer tokens than it was asked for."""
+        return self.engine.head is not None and self.engine.head.chooser.cuts_blocks
+
+    @property
     def takes_rows_later(self) -> bool:
         """Whether features wait until a block is asked for; kernels take them at once."""
         return self.engine.runner is None

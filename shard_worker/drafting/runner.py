@@ -15,7 +15,9 @@ import torch
 
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.device.devices import Device
-from shard_worker.drafting.choosers.dflash2 import Selector
+from shard_worker.drafting.chooser_kernels import LaunchedRows, choose
+from shard_worker.drafting.choosers import NOT_PROPOSED
+from shard_worker.drafting.choosers.argmax import Argmax
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.model.kernels import decoder
@@ -25,7 +27,6 @@ from shard_worker.model.kernels.block_rows import block_rows
 from shard_worker.model.kernels.complete_step import complete_step
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
-from shard_worker.model.kernels.select_tokens import select_tokens
 from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.batch_runner import ROW_COUNTS as BATCH_ROW_COUNTS
@@ -62,7 +63,10 @@ class DFlashRunner:
         self.known_tokens = torch.zeros(sessions or 1, dtype=torch.int64, device=device)
         self._mask_row = torch.zeros_like(self.known_rows[0])
         self._masked = False
-        self._draft_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._embedding: torch.Tensor | None = None
+        """The target's, where it is on the draft's device."""
+        # Where a block's first row chooses a token too, the last one stands behind its rows.
+        self._draft_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._block_rows = 0
         self._layers = _layers(draft)
         self._captured: dict[tuple[Callable[[int], None], int], Callable[[], None]] = {}
@@ -79,7 +83,9 @@ class DFlashRunner:
 
         before: rows that may come before those.
         """
-        longest, blocks = self._draft.config.max_position, [_block_rows(tokens) for tokens in draft_tokens]
+        if self._lacks_embedding:
+            return False
+        longest, blocks = self._draft.config.max_position, [self._rows_of_block(tokens) for tokens in draft_tokens]
         if len(states) > (self._sessions or 1) or max(sum(appended), sum(blocks)) > self._row_counts[-1]:
             return False
         sums = 0
@@ -96,7 +102,10 @@ class DFlashRunner:
         embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
         """
         with self._draft.device.current():
-            self.set_mask_row(mask_row)
+            self.set_mask_row(mask_row, embedding)
+            if self._lacks_embedding:
+                # Plain torch looks rows up where they are.
+                return
             # Several sessions without rows write nothing; one alone writes to memory of nobody.
             scratch = [self._draft.allocate(self.session_rows)] if self._sessions is None else []
             self.send_append_parameters(scratch, [self.session_rows] * len(scratch), [0] * len(scratch))
@@ -106,8 +115,10 @@ class DFlashRunner:
             if embedding is not None:
                 self._prepare_accept(embedding)
 
-    def set_mask_row(self, mask_row: torch.Tensor) -> None:
-        """Take the mask token's embedding, [hidden], without which nothing can be proposed."""
+    def set_mask_row(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
+        """Take the mask token's embedding, [hidden], without which nothing can be proposed; and the target's whole one,
+        as `prepare` does."""
+        self._embedding = embedding
         self._mask_row.copy_(mask_row)
         self._masked = True
 
@@ -158,10 +169,22 @@ class DFlashRunner:
             if not self._masked:
                 self.set_mask_row(embedded[-1])
             self.known_rows[: len(states)].copy_(embedded[:-1])
-            if isinstance(self._head.chooser, Selector):
+            if not isinstance(self._head.chooser, Argmax):
                 self.known_tokens[: len(states)].copy_(torch.tensor(known))
             self.send_block_parameters(states, draft_tokens, [0] * len(states))
-            return blocks_of(self.launch_blocks().tolist(), draft_tokens)
+            return self.blocks_of(self.launch_blocks().tolist(), draft_tokens)
+
+    def blocks_of(self, tokens: Sequence[int], draft_tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return each session's draft tokens, of what `launch_blocks` gives; a block that was cut short has fewer.
+
+        draft_tokens: how many each session was to have; 0 where it has no block.
+        """
+        blocks, first = [], 0
+        for count in draft_tokens:
+            block = tokens[first + 1 : first + 1 + count]
+            blocks.append(tuple(itertools.takewhile(lambda token: token != NOT_PROPOSED, block)))
+            first += self._rows_of_block(count)
+        return blocks
 
     # --- the pieces, for a caller that completes the parameters itself
 
@@ -179,7 +202,7 @@ class DFlashRunner:
         self, states: Sequence[DFlashState | None], draft_tokens: Sequence[int], behind: Sequence[int]
     ) -> None:
         """Send to the device where blocks go. behind: rows of each session that may yet count before its block."""
-        counts = [_block_rows(tokens) for tokens in draft_tokens]
+        counts = [self._rows_of_block(tokens) for tokens in draft_tokens]
         self._block_rows = sum(counts)
         self._send(self.proposing, states, counts, behind)
 
@@ -189,12 +212,12 @@ class DFlashRunner:
         self._capture_once(self._append, self._made_with(len(mixed)))()
 
     def launch_blocks(self) -> torch.Tensor:
-        """Queue the blocks that the parameters name: int64 [n], a session's block behind that of the one before it.
+        """Queue the blocks that the parameters name: int64 [n + 1], a session's block behind that of the one before it.
 
-        The first row of each is that of its known token, the others are the draft tokens. The next call overwrites it.
+        Behind the place of each one's first row stand its draft tokens. The next call overwrites it.
         """
         self._capture_once(self._propose, self._made_with(self._block_rows))()
-        return self._draft_tokens[: self._block_rows]
+        return self._draft_tokens[: self._block_rows + 1]
 
     def _send(
         self,
@@ -221,6 +244,16 @@ class DFlashRunner:
             first_row += count
         parameters.send()
         parameters.record_launch()
+
+    def _rows_of_block(self, draft_tokens: int) -> int:
+        """Return how many rows a block of so many draft tokens has: one more, for the known token, where that chooses
+        none; or none at all."""
+        return draft_tokens + int(not self._draft.config.from_anchor) if draft_tokens else 0
+
+    @property
+    def _lacks_embedding(self) -> bool:
+        """Whether tokens are chosen by the target's embedding, and it is elsewhere."""
+        return self._draft.config.chooser.needs_embedding and self._embedding is None
 
     def _made_with(self, rows: int) -> int:
         return next(count for count in self._row_counts if rows <= count)
@@ -265,41 +298,16 @@ class DFlashRunner:
         result = decoder.run(self._layers, hidden, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
         logits, _ = linear(result.normed, self._head.weight)
-        chooser = self._head.chooser
-        if isinstance(chooser, Selector):
-            largest, candidates = self._head.capped(logits).topk(chooser.candidates, -1)
-            weighing, _ = linear(result.normed, chooser.projection)
-            select_tokens(
-                largest,
-                candidates,
-                weighing,
-                chooser.predecessors,
-                chooser.successors,
-                self.known_tokens,
-                places[self._kinds[0]],
-                self._draft_tokens,
-            )
-        elif self._head.token_ids is None:
-            torch.argmax(logits, -1, out=self._draft_tokens[:rows])
-        else:
-            self._draft_tokens[:rows].copy_(self._head.named(logits.argmax(-1)))
-
-
-def blocks_of(tokens: Sequence[int], draft_tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return each session's draft tokens, of all rows of blocks, whose first is that of the known token.
-
-    draft_tokens: how many each session has; 0 where it has no block.
-    """
-    blocks, first = [], 0
-    for count in draft_tokens:
-        blocks.append(tuple(tokens[first + 1 : first + 1 + count]))
-        first += _block_rows(count)
-    return blocks
-
-
-def _block_rows(draft_tokens: int) -> int:
-    """Return how many rows a block of so many draft tokens has: one more, for the known token, or none at all."""
-    return draft_tokens + 1 if draft_tokens else 0
+        made = LaunchedRows(
+            normed=result.normed,
+            logits=logits,
+            known=self.known_tokens,
+            places=places[self._kinds[0]],
+            from_anchor=self._draft.config.from_anchor,
+            most=self._draft.config.block_size - 1,
+            embedding=self._embedding,
+        )
+        choose(self._head, made, self._draft_tokens)
 
 
 def _layers(draft: DFlashDraft) -> decoder.Layers:

@@ -458,7 +458,9 @@ class LastStageDeviceSession(DeviceSession):
         if not self._alone or forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
             return None
         if forward.propose_tokens:
-            following = probable_following_block(forward, self._request)
+            # How many rows a block has that may be cut short is not known before its tokens are.
+            cut = self.draft is not None and self.draft.cuts_blocks
+            following = None if cut else probable_following_block(forward, self._request)
         # Behind a verify a single row begins nobody knows where; one of recurrent layers could not be taken back.
         elif forward.kind is StepKind.VERIFY or not (self._request.draft is None or self._stage.mixes_uncommitted):
             following = None

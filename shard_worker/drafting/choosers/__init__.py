@@ -18,6 +18,7 @@ from services.model.choosers import ChooserConfig
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.model.layer_weights import LayerTensors
 from shard_worker.model.rows import row_by_row
+from shard_worker.weights.weight import Weight
 
 NOT_PROPOSED = -1
 """Stands in place of a token where a block ends sooner than it was asked for."""
@@ -63,8 +64,16 @@ class Chooser(Protocol):
         the largest."""
 
     @property
+    def cuts_blocks(self) -> bool:
+        """Whether a block may have fewer tokens than it was asked for."""
+
+    @property
     def nbytes(self) -> int:
         """Memory that its weights take."""
+
+    @property
+    def multiplied(self) -> Sequence[Weight]:
+        """The matrices that kernels would have to multiply rows by, beside lm_head."""
 
     def choose(self, rows: GuessedRows) -> torch.Tensor:
         """Return the token of each row, int64 [n], and NOT_PROPOSED from the row on with which a session's block is not

@@ -31,10 +31,15 @@ class Selector:
     successors: torch.Tensor
     candidates: int
     takes_logits: bool = True
+    cuts_blocks: bool = False
 
     @property
     def nbytes(self) -> int:
         return self.projection.nbytes + self.predecessors.nbytes + self.successors.nbytes
+
+    @property
+    def multiplied(self) -> tuple[Weight, ...]:
+        return (self.projection,)
 
     @property
     def fits_kernels(self) -> bool:

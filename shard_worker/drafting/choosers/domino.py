@@ -32,10 +32,15 @@ class Correction:
     uncorrected: int
     dtype: torch.dtype
     takes_logits: bool = True
+    cuts_blocks: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in (self.of_token, self.of_state, self.inner, self.outer))
+        return sum(weight.nbytes for weight in self.multiplied)
+
+    @property
+    def multiplied(self) -> tuple[Weight, ...]:
+        return self.of_token, self.of_state, self.inner, self.outer
 
     def choose(self, rows: GuessedRows) -> torch.Tensor:
         assert rows.embedding is not None

@@ -53,12 +53,25 @@ class MarkovHead:
     takes_logits: bool = True
 
     @property
+    def cuts_blocks(self) -> bool:
+        return self.confidence is not None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the numbers of the token before are gated, and no state is carried."""
+        return self.head_type is MarkovHeadType.GATED
+
+    @property
+    def multiplied(self) -> tuple[Weight, ...]:
+        return (self.after,) if self.joint is None else (self.after, self.joint)
+
+    @property
     def nbytes(self) -> int:
         tensors = [self.before, self.joint_bias]
         if self.confidence is not None:
             tensors += [self.confidence.weight, self.confidence.bias]
         held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return held + self.after.nbytes + (0 if self.joint is None else self.joint.nbytes)
+        return held + sum(weight.nbytes for weight in self.multiplied)
 
     def choose(self, rows: GuessedRows) -> torch.Tensor:
         device, sessions = rows.logits.device, len(rows.known)
@@ -84,7 +97,7 @@ class MarkovHead:
         """Return what logits are made of, and the state behind it, for rows [m, hidden] behind tokens [m, rank]."""
         if self.joint is None:
             return embedded, state
-        if self.head_type is MarkovHeadType.GATED:
+        if self.is_gated:
             gates = self.joint.matmul(torch.cat([hidden, embedded], -1), self.joint_bias, rows.batch_invariant_rows)
             return rows.each(torch.sigmoid, gates) * embedded, state
         seen = torch.cat([state, embedded, hidden], -1)

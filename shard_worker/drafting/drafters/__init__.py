@@ -106,9 +106,15 @@ class DraftRunner(Protocol):
         """Queue taking the rows that `appending` names, of `mixed` [n, hidden] in any element type."""
 
     def launch_blocks(self) -> torch.Tensor:
-        """Queue the blocks that `proposing` names: int64 [n], one behind the other.
+        """Queue the blocks that `proposing` names: int64 [n + 1], one behind the other.
 
-        The first row of each is that of its known token, the others are the draft tokens.
+        Behind the place of each one's first row stand its draft tokens.
+        """
+
+    def blocks_of(self, tokens: Sequence[int], draft_tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return each session's draft tokens, of what `launch_blocks` gave; a block that was cut short has fewer.
+
+        draft_tokens: how many each session was to have; 0 where it has no block.
         """
 
 

@@ -34,7 +34,6 @@ from shard_worker.device.dtypes import dtype_from_name, dtype_to_name
 from shard_worker.drafting import choosers
 from shard_worker.drafting.block_convolution import around, earlier_rows
 from shard_worker.drafting.choosers import Chooser
-from shard_worker.drafting.choosers.argmax import Argmax
 from shard_worker.drafting.choosers.dflash2 import MOST_RANK, Selector
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.features import Features
@@ -278,18 +277,12 @@ class DFlashDraft:
         """Whether kernels can run this draft on its device."""
         matrices = [matrix for weights in self.layers for matrix in matrices_of(weights)]
         matrices.append(self.fc)
-        if isinstance(self.chooser, Selector):
-            matrices.append(self.chooser.projection)
+        if self.chooser is not None:
+            matrices += self.chooser.multiplied
         if not can_run(self.device, [self.config.head_dim]) or not can_read(self.device, matrices):
             return False
         if isinstance(self.chooser, Selector) and not self.chooser.fits_kernels:
             log_missing(self.device, f"selectors of more than {MOST_RANK} numbers a token")
-            return False
-        if self.config.from_anchor:
-            log_missing(self.device, "drafts that propose from the known token's row on")
-            return False
-        if not isinstance(self.chooser, Argmax | Selector | None):
-            log_missing(self.device, f"the way in which a {self.config.layout} draft chooses tokens")
             return False
         return True
 

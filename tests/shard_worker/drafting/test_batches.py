@@ -19,7 +19,7 @@ from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.stage.batch_runner import MAX_SESSIONS, BatchRunner, SessionTokens
 from shard_worker.weights.weight import DenseWeight
-from tests.reference.draft_checkpoints import DFLASH2
+from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"layer_types": (FULL,), "layers": 1, "attention_bias": True, "is_causal": False},
     "reduced": {"form": "speculators", "layers": 1, "token_ids": range(1, 256, 3)},
     "dflash2": {"own": DFLASH2, "layers": 1},
+    "dspark": {"own": DSPARK | {"markov_head_type": "rnn", "enable_confidence_head": True}, "layers": 1},
+    "domino": {"own": DOMINO, "layers": 1, "block_size": 7},
 }
 STOPS = frozenset({7, 40, 200})
 
@@ -58,7 +60,7 @@ class Drafting:
             if ON_GPU:
                 runner.prepare(mask_row, self.embedding)
             else:
-                runner.set_mask_row(mask_row)
+                runner.set_mask_row(mask_row, self.embedding)
         self.engine = DraftEngine(self.draft, lambda ids: self.embedding[list(ids)], chosen, self.alone, self.together)
 
     def contexts(self, lengths: Sequence[int]) -> tuple[list[DFlashState], list[DFlashState]]:
@@ -178,7 +180,7 @@ def test_blocks_issued_ahead_are_those_of_each_session_alone(tiny: Tiny, name: s
                 if ask.draft_tokens:
                     request = DraftRequest(turn, alone[one].length, expected[-1], ask.draft_tokens)
                     assert proposed[one] == drafting.engine.propose(alone[one], request)
-            assert len(proposed[one]) == ask.draft_tokens
+            assert len(proposed[one]) == ask.draft_tokens or (name == "dspark" and len(proposed[one]) > 0)
             first += len(own)
     assert len(counts_seen) > 2
 

@@ -20,7 +20,7 @@ from shard_worker.stage.step_graph import StepOutput
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import DenseWeight
-from tests.reference.draft_checkpoints import DFLASH2
+from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
@@ -105,6 +105,42 @@ def test_a_dflash2_block_is_that_of_plain_torch(tiny: Tiny, taps: int, is_causal
             assert best - scores[token] <= 0.05 * logits.std(), (count, place)
             overruled += int(token != logits[place].argmax())
     assert overruled > 5
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(DSPARK, id="dspark"),
+        pytest.param(DSPARK | {"enable_confidence_head": True}, id="dspark-confident"),
+        pytest.param(DOMINO | {"shift_label": False}, id="domino"),
+        pytest.param(DFLASH2 | {"sample_from_anchor": True}, id="dflash2-from-anchor"),
+    ],
+)
+@torch.inference_mode()
+def test_a_block_that_is_walked_through_is_that_of_plain_torch(tiny: Tiny, own: dict[str, Any]) -> None:
+    """Along a context, from the known token's row on and behind it: the same blocks, but where rounding decides."""
+    from shard_worker.drafting.runner import DFlashRunner
+
+    name = "-".join(map(str, own.values()))
+    draft, _, embedding, matrix = make(tiny, f"walked-{name}", own=own, layers=1, block_size=7)
+    assert draft.has_kernels or not ON_GPU
+    assert draft.chooser is not None
+    head = DraftHead(DenseWeight(matrix / 8), chooser=draft.chooser)
+    runner, state, expected = DFlashRunner(draft, head, graphs=ON_GPU), draft.allocate(640), draft.allocate(640)
+    runner.set_mask_row(embedding[draft.config.mask_token_id], embedding)
+    features, same = torch.randn(80, 64, generator=torch.Generator().manual_seed(3)), 0
+    asked = ((1, 6), (5, 3), (8, 6), (3, 5), (8, 1), (2, 6))
+    for count, draft_tokens in asked:
+        piece = Features(total=features[state.length : state.length + count].to(matrix.device))
+        for one in (state, expected):
+            draft.append([one], [count], piece)
+        rows = embedding[[17, draft.config.mask_token_id]]
+        hidden = draft.propose([expected], rows, [draft_tokens])
+        block = head.choose(hidden, [17], [draft_tokens], lambda ids: embedding[list(ids)])
+        found = runner.propose([state], rows, [draft_tokens], [17])
+        assert 0 < len(found[0]) <= draft_tokens
+        same += int(found == block)
+    assert same >= len(asked) - 1
 
 
 def assert_close(own: DFlashState, expected: DFlashState) -> None:

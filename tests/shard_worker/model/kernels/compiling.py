@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -29,11 +30,14 @@ from typing import Any
 import torch
 
 from services.layers import LayerRange
+from services.model.choosers.domino import CorrectionConfig
+from services.model.choosers.dspark import MarkovConfig, MarkovHeadType
 from services.model.config import ClampedSwiGlu
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
+from shard_worker.drafting.choosers import load_chooser
 from shard_worker.drafting.draft_head import DraftHead
-from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
+from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.scaled_rows import ScaledRows
@@ -41,8 +45,8 @@ from shard_worker.weights.tiled import TILE_ROWS, TiledNumbers, TiledWeight, til
 from shard_worker.weights.weight import DenseWeight, Weight
 from tests.shard_worker.tiny import AS_GPU, ignore_progress
 
-EXPERTS = "experts"
-"""What the mixtures of experts that are compiled by themselves are called, as a case is."""
+EXPERTS, WALKS = "experts", "walks"
+"""What the mixtures of experts, and the choosers, that are compiled by themselves are called, as a case is."""
 
 WARP_SIZES = {"gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}
 """32 for all others."""
@@ -475,6 +479,39 @@ class Recorder:
                 experts.run(weights, begin(x, norm, 1e-6), x, norm, 1e-6, None)
         return [launch for launch in self._launches if launch.name.startswith("experts.")]
 
+    def record_walks(self, architectures: Sequence[str]) -> list[Launch]:
+        """Return the launches of choosers that walk through blocks, of one session and of several, but for their
+        products, which are those of all matrices."""
+        from shard_worker.drafting.chooser_kernels import LaunchedRows, choose
+        from shard_worker.model.kernels.matmul import begin
+        from shard_worker.model.kernels.step_parameters import StepParameters
+
+        self._case, self._launches = WALKS, []
+        hidden, vocab, norm = 256, 9000, torch.ones(256)
+        configs = (
+            MarkovConfig(64, MarkovHeadType.GATED, confidence=True, confidence_with_token=False),
+            MarkovConfig(64, MarkovHeadType.RNN, confidence=True, confidence_with_token=True),
+            CorrectionConfig(state=64, inner=64, uncorrected=1, from_anchor=False),
+        )
+        for architecture, config, sessions in itertools.product(architectures, configs, (None, 32)):
+            self._driver.target = architecture
+            shapes = config.tensor_shapes(hidden, vocab, vocab)
+            tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+            matrices = {name: DenseWeight(one) for name, one in tensors.items() if one.dim() == 2}
+            chooser = load_chooser(config, LayerTensors(matrices, tensors))
+            head = DraftHead(DenseWeight(torch.zeros(vocab, hidden)), torch.arange(vocab), chooser)
+            rows = LaunchedRows(
+                normed=begin(torch.zeros(16, hidden, dtype=torch.bfloat16), norm, 1e-6),
+                logits=torch.zeros(16, vocab, dtype=torch.bfloat16),
+                known=torch.zeros(sessions or 1, dtype=torch.int64),
+                places=StepParameters(torch.device("cpu"), 3, rows=16, sessions=sessions).places(16),
+                from_anchor=config.from_anchor,
+                most=2,
+                embedding=torch.zeros(vocab, hidden, dtype=torch.bfloat16),
+            )
+            choose(head, rows, torch.zeros(17, dtype=torch.int64))
+        return [launch for launch in self._launches if launch.name.startswith("walk_blocks.")]
+
     def _run(self, case: Case, stage: Any, draft: Any) -> None:
         """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
         from shard_worker.stage.batch_runner import MAX_SESSIONS
@@ -713,6 +750,7 @@ def main() -> None:
     parser.add_argument(
         "--packed-experts", nargs="*", choices=KINDS, default=[], help="mixtures packed so, for the last target"
     )
+    parser.add_argument("--walks", action="store_true", help="choosers that walk through blocks, for the last target")
     parser.add_argument("--rows", nargs="+", type=int, default=[1], help="of these products and mixtures")
     arguments = parser.parse_args()
     recorder = Recorder()
@@ -722,6 +760,8 @@ def main() -> None:
     if arguments.packed_experts:
         mixtures += recorder.record_experts(arguments.targets[-1:], arguments.rows, arguments.packed_experts)
     for launch in distinct(mixtures):
+        print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
+    for launch in distinct(recorder.record_walks(arguments.targets[-1:]) if arguments.walks else []):
         print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
     for case in arguments.cases:
         targets = [name for name in arguments.targets if TARGETS[name].lack is None]
@@ -744,16 +784,19 @@ def compiled_kernels(
     *,
     experts: bool = False,
     packed_experts: Sequence[str] = (),
+    walks: bool = False,
 ) -> list[Compiled]:
     """Compile kernels in a process of its own, as `main` does. Raises CalledProcessError when that ends early.
 
     packed, rows: kinds of packed matrices that products are compiled with, for so many rows. experts: whether mixtures
     of experts are, for as many; packed_experts: those that are packed in these kinds, for
-    the last target alone.
+    the last target alone. walks: whether what choosers
+    launch that walk through blocks is, for that target too.
     """
     command = [sys.executable, "-W", "ignore", "-m", __name__, "--targets", *targets, "--cases", *cases]
     command += ["--packed", *packed, "--rows", *map(str, rows)]
     command += [*(["--experts"] if experts else []), "--packed-experts", *packed_experts]
+    command += ["--walks"] if walks else []
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[4]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "proto")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shard_worker.weights.random_packed import KINDS
-from tests.shard_worker.model.kernels.compiling import CASES, EXPERTS, TARGETS, Compiled, compiled_kernels
+from tests.shard_worker.model.kernels.compiling import CASES, EXPERTS, TARGETS, WALKS, Compiled, compiled_kernels
 
 MOST_SPILLS = {"bfloat16": 100, "float16": 100, "float32": 512}
 """Registers that a thread may keep in memory, by what it multiplies: float32 takes three passes, or no matrix units. An
@@ -17,8 +17,8 @@ USUAL = ["gfx942", "gfx1100", "sm_86"]
 
 @pytest.fixture(scope="module")
 def usual() -> list[Compiled]:
-    """What a 27B and the demo pair launch on the usual targets, mixtures of experts, and a packed product."""
-    return compiled_kernels(USUAL, ["27b", "demo"], ["q4_k"], [16], experts=True, packed_experts=["q4_k"])
+    """What a 27B and the demo pair launch on the usual targets, mixtures of experts, a packed product, and choosers."""
+    return compiled_kernels(USUAL, ["27b", "demo"], ["q4_k"], [16], experts=True, packed_experts=["q4_k"], walks=True)
 
 
 def check(kernels: list[Compiled]) -> None:
@@ -51,6 +51,7 @@ def test_kernels_compile_and_fit(usual: list[Compiled]) -> None:
     """For each usual target: no error, shared memory within the GPU's, few registers in memory."""
     for case in ("q4_k", EXPERTS):
         assert {kernel.target for kernel in usual if kernel.case == case} == set(USUAL)
+    assert {kernel.target for kernel in usual if kernel.case == WALKS} == {USUAL[-1]}
     names = {kernel.kernel for kernel in usual}
     expected = {"attention._attend", "matmul._product", "deltanet._recur", "accept._accept"}
     assert expected | {"complete_step._complete_step"} <= names
@@ -90,6 +91,16 @@ def test_mixtures_of_experts_compile_for_all_targets() -> None:
     kernels = compiled_kernels(able, [], [], [1, 16, 64, 512], experts=True)
     assert kernels
     check(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_choosers_compile_for_all_targets() -> None:
+    """Those that walk through blocks, of one session and of several."""
+    for name in (name for name, target in TARGETS.items() if target.lack is None):
+        kernels = compiled_kernels([name], [], walks=True)
+        assert kernels
+        check(kernels)
 
 
 @pytest.mark.slow
