@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -65,6 +66,19 @@ class StandbyPlan:
 
 
 NO_STANDBYS = StandbyPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """How long it took to have all workers run and hold their parts, in seconds.
+
+    processes_s: until those that had to be started listened; load_s: from then on until everybody held its part, and
+    was connected with the next one.
+    """
+
+    processes_s: float = 0.0
+    load_s: float = 0.0
+
 
 log = structlog.get_logger()
 
@@ -133,6 +147,8 @@ class Cluster:
             hot=standbys.hot,
             weigh=standbys.weigh,
         )
+        self.start_times = StartTimes()
+        """Of the last time that this was done, at the start or behind a loss."""
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft_worker: WorkerDescription | None = None
@@ -339,10 +355,11 @@ class Cluster:
             if self._losses.death(index) is not None:
                 await self._peers.leave(member.address)
 
-    async def restore(self) -> None:
+    async def restore(self, within_s: float | None = None) -> None:
         """Start the local workers that are lost again, and have every worker load what it does not hold.
 
-        Raises what starting a cluster raises; then it can be tried again.
+        within_s: how long a lost worker is called that runs elsewhere; None for as long as any worker. Raises what
+        starting a cluster raises; then it can be tried again.
         """
         for index, member in enumerate(self._members):
             process = member.process
@@ -352,8 +369,20 @@ class Cluster:
                 self._losses.leave_process(index)
                 await self._peers.leave(process.address)
                 await member.stop()
+        if within_s is not None:
+            lost = [index for index in range(len(self._members)) if self._losses.reason(index) is not None]
+            await _all(self._call(index, within_s) for index in lost)
         await self._start()
         self._losses.restored()
+
+    async def _call(self, index: int, within_s: float) -> None:
+        """Call a worker if it runs elsewhere. Raises Unavailable, named after it, where it is not reached in time."""
+        member = self._members[index]
+        if member.place.devices is None:
+            try:
+                await self._peers.reach(member.address, within_s=within_s)
+            except FlashsplitError as error:
+                raise with_name(error, self._losses.name(index)) from error
 
     async def replace_lost(self) -> bool:
         """Put workers that stand by in the places of the stages that are lost, and return whether all are there again.
@@ -724,8 +753,9 @@ class Cluster:
 
     async def _start(self, *, ends_sessions: bool = False) -> None:
         """Have all workers run and hold their parts. ends_sessions: as of `Loader.load_stage`."""
-        launch = self._shared_launch()
+        launch, began = self._shared_launch(), time.monotonic()
         await _all(self._start_worker(index, launch) for index in range(len(self._members)))
+        run_at = time.monotonic()
         addresses = [member.address for member in self._members]
         stages = len(self._plan.stages)
         chain = tuple(addresses[:stages])
@@ -755,6 +785,7 @@ class Cluster:
             check_fit(self.draft_worker.draft, self.target, self._loader.names)
             if self.draft_address is not None:
                 await self._or_death(self._losses.watch_edge(stages, self.addresses[-1], self.draft_address))
+        self.start_times = StartTimes(run_at - began, time.monotonic() - run_at)
 
     async def _start_worker(self, index: int, launch: Launch) -> None:
         """Start a worker unless it runs already."""

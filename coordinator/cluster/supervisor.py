@@ -20,8 +20,11 @@ from services.errors import FlashsplitError
 from services.processes.worker_process import failure_fields
 from services.rpc.liveness import DEVICE_HUNG, WORKER_SILENT
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 """Before the first attempt to restore a cluster, and at most: after each failed attempt the pause is doubled."""
+
+LEAST_CALL_S = 1.0
+"""How long a lost worker that runs elsewhere is called at least, however soon others are to take over its layers."""
 
 REPLACE_AFTER_S = 10.0
 """How long a lost worker may take to come back by default, before the others take over its layers."""
@@ -46,8 +49,9 @@ class Restorable(Protocol):
     async def replace_lost(self) -> bool:
         """Put workers that stand by in the place of lost ones, and return whether the cluster is whole by that."""
 
-    async def restore(self) -> None:
-        """Bring back the lost workers. Raises FlashsplitError when that fails; then it can be tried again."""
+    async def restore(self, within_s: float | None = None) -> None:
+        """Bring back the lost workers. within_s: how long one that runs elsewhere is called; None for as long as any.
+        Raises FlashsplitError when that fails; then it can be tried again."""
 
     async def resplit(self) -> bool:
         """Split the layers anew over the workers that are left, and return whether the cluster is alive by that."""
@@ -145,8 +149,9 @@ class _Supervisor:
         while True:
             # At once would find a worker whose socket is already closed and whose process isn't gone yet.
             await self.sleep(pause_s)
+            left_s = self.replace_after_s - (self.clock() - began)
             try:
-                await self.cluster.restore()
+                await self.cluster.restore(max(left_s, LEAST_CALL_S))
             except FlashsplitError as error:
                 pause_s = min(2 * pause_s, AWAITED_PAUSE_S if error.reason in _AWAITED else LONGEST_PAUSE_S)
                 log.warning("cluster.restore_failed", **failure_fields(error), again_in_s=pause_s)

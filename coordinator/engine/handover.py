@@ -30,13 +30,15 @@ class HandedOver:
     """What a hand-over came to.
 
     worker: what the worker was called that another one has the place of; place: where that one is. prefixes: how many
-    were copied. paused_s: how long answers waited. anew: how many are computed anew, since they came to no end of a
-    step.
+    were copied; copied_bytes: while answers went on, and paused_bytes: while they waited. paused_s: how long they did.
+    anew: how many are computed anew, since they came to no end of a step.
     """
 
     worker: str
     place: str
     prefixes: int
+    copied_bytes: int
+    paused_bytes: int
     paused_s: float
     anew: int
 
@@ -99,14 +101,15 @@ class Handover:
         comes_back: as of `Cluster.retire`."""
         engine, cluster, prefixes = self._engine, self._engine.cluster, self._engine.prefixes
         copied: set[tuple[SnapshotOwner, str]] = set()
+        copied_bytes = paused_bytes = 0
         try:
             if prefixes is not None:
                 # While answers go on, so that little is left for their pause.
-                await prefixes.copy(successor, copied)
+                copied_bytes = await prefixes.copy(successor, copied)
             async with engine.paused(PAUSE_S) as anew:
                 began = time.monotonic()
                 if prefixes is not None:
-                    await prefixes.copy(successor, copied)
+                    paused_bytes = await prefixes.copy(successor, copied)
                     prefixes.let_inherit(successor)
                 await cluster.exchange(successor)
                 paused_s = time.monotonic() - began
@@ -114,12 +117,15 @@ class Handover:
             await cluster.dismiss(successor)
             raise
         await cluster.retire(successor, comes_back=comes_back)
-        handed = HandedOver(successor.name, str(successor.member.place), len(copied), paused_s, anew)
+        place = str(successor.member.place)
+        handed = HandedOver(successor.name, place, len(copied), copied_bytes, paused_bytes, paused_s, anew)
         log.warning(
             "worker.drained",
             worker=handed.worker,
             to=handed.place,
             prefixes=handed.prefixes,
+            copied_bytes=copied_bytes,
+            paused_bytes=paused_bytes,
             paused_ms=round(1e3 * paused_s),
             anew=anew,
         )

@@ -437,12 +437,13 @@ class PrefixCache:
 
     # --- handing over
 
-    async def copy(self, successor: Successor, copied: set[tuple[SnapshotOwner, str]]) -> None:
+    async def copy(self, successor: Successor, copied: set[tuple[SnapshotOwner, str]]) -> int:
         """Copy all that a worker keeps of prefixes to the one that is about to take its place, but for what is copied
-        already; what cannot be copied is forgotten.
+        already; what cannot be copied is forgotten. Returns how many bytes were copied.
 
         Raises Unavailable where the other worker is lost.
         """
+        copied_bytes = 0
         gone = successor.gone.address, successor.gone_process_id
         for keepers, index in [*self._indices.values()]:
             owners = [
@@ -457,7 +458,7 @@ class PrefixCache:
                     if entry is None or (owner, snapshot_id) in copied:
                         continue
                     try:
-                        await self._copy_part(entry, owner, successor)
+                        copied_bytes += await self._copy_part(entry, owner, successor)
                     except FlashsplitError as error:
                         # Then nothing is wrong with the prefix.
                         self._cluster.check_prepared(successor)
@@ -465,8 +466,10 @@ class PrefixCache:
                         self.drop([snapshot_id])
                     else:
                         copied.add((owner, snapshot_id))
+        return copied_bytes
 
-    async def _copy_part(self, entry: Entry, owner: SnapshotOwner, successor: Successor) -> None:
+    async def _copy_part(self, entry: Entry, owner: SnapshotOwner, successor: Successor) -> int:
+        """Copy the part of a prefix that a worker keeps, and return its bytes."""
         source = await self._cluster.snapshots(successor.gone.address)
         target = await self._cluster.snapshots(successor.member.address)
         parent = entry.parent
@@ -475,6 +478,7 @@ class PrefixCache:
         async with contextlib.aclosing(frames):
             imported = await target.import_snapshot(frames)
         self.drop(imported.evicted_ids)
+        return imported.stored_bytes
 
     def let_inherit(self, successor: Successor) -> None:
         """Have prefixes stay whole when a worker's place is taken by the one to which they were copied."""

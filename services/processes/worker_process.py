@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from services.addresses import socket_path
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.processes.launch import DEFAULT_COMMAND, DEFAULT_LAUNCH, Launch
 from services.processes.scratch import Scratch
@@ -56,8 +57,8 @@ def failure_fields(error: FlashsplitError) -> dict[str, Any]:
 class WorkerProcess:
     """A child worker on `device` offering `roles`; use `start`, then `address`, and in any case `stop`.
 
-    It keeps to so much `memory` of each device, like "8GiB", or may use all of it. It listens at `listen`, HOST:PORT,
-    or else at a Unix socket of its own.
+    It keeps to so much `memory` of each device, like "8GiB", or may use all of it. It listens at `listen`, HOST:PORT or
+    a Unix socket that is not there yet (`unix:PATH`), or else at one of its own.
     """
 
     def __init__(
@@ -181,9 +182,9 @@ class WorkerProcess:
             ) from None
 
     async def _listens(self) -> bool:
-        if self._listen is None:
-            return (self.directory / "worker.sock").exists()
-        host, _, port = self._listen.rpartition(":")
+        if (path := socket_path(self.address)) is not None:
+            return Path(path).exists()
+        host, _, port = self.address.rpartition(":")
         try:
             _, writer = await asyncio.open_connection(host, int(port))
         except OSError:

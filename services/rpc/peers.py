@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -175,10 +176,24 @@ class Peers:
                             return
                         log.info("worker.awaited", address=address, why=error.message)
 
-    async def reach(self, address: str, lost_after_s: float | None = None) -> None:
+    async def reach(self, address: str, lost_after_s: float | None = None, *, within_s: float = math.inf) -> None:
         """Connect to a worker, unless that is done, and take it for lost when nothing has been heard of it for so long;
-        None leaves that as it is."""
-        connection = await self._connection(address)
+        None leaves that as it is.
+
+        within_s: how long that may take, or four times as long as the last time where that is more; in any case no
+        longer than any connection. Raises Unavailable where it takes longer; the attempt goes on for the next caller.
+        """
+        within_s = max(within_s, 4 * self._connect_s.get(address, 0.0))
+        try:
+            async with asyncio.timeout(None if within_s == math.inf else within_s):
+                connection = await self._connection(address)
+        except TimeoutError:
+            raise Unavailable(
+                f"no worker answers at {address} within {within_s:.3g} s: start one there with flashsplit-worker "
+                f"--listen {address}, or correct the address",
+                reason="WORKER_UNREACHABLE",
+                address=address,
+            ) from None
         if lost_after_s is not None:
             connection.heartbeats.lost_after_s = lost_after_s
 

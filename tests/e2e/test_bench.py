@@ -322,11 +322,40 @@ def test_faults_that_pass(fault: str) -> None:
     assert (found["left"], found["wrong"], found["missed"], found["no_cuts"]) == ([], [], [], None)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_faults_of_a_shape_on_named_devices() -> None:
+    """Random weights on three workers with their own places: a restart, a hand-over and a split over the others are
+    told apart, with what their silence was made of."""
+    asked = ("--kills", 1, "--drains", 1, "--reboots", 1, "--replace-after", 0, "--pause-for", 8)
+    shape = ("--shape", "qwen3-0.6b", "--target-devices", "cpu,cpu,cpu", "--target-layers", "0:2,2:4,4:28")
+    lengths = ("--requests", 1, "--phases", "decode", "--prompt-tokens", 24, "--max-tokens", 24)
+    found = json.loads(bench(*FAULTS, *NO_FAULTS, *shape, *lengths, *asked, timeout=240))
+    assert [(row["fault"], row["answers"]) for row in found["rows"]] == [("kill", 1), ("drain", 1), ("reboot", 1)]
+    assert {(row["fault"], row["remedy"]) for row in found["recoveries"]} == {
+        ("kill", "restart"),
+        ("reboot", "re-split"),
+    }
+    for row in found["recoveries"]:
+        assert 0 < row["known_ms"] < row["whole_ms"]
+        assert row["load_ms"] > 0
+        assert (row["process_ms"] > 0) == (row["remedy"] == "restart")
+    [handed] = found["hand_overs"]
+    assert handed["link_mb_per_s"] > 0
+    assert (found["left"], found["wrong"], found["missed"]) == ([], [], [])
+
+
 def test_faults_need_workers_that_may_be_ended() -> None:
-    """Those that run already are refused, and phases that there are not."""
-    assert "--target-devices has no effect" in here(*FAULTS, *PAIR, "--target-devices", "cpu", code=2)
-    assert "--standby unix:/x runs already" in here(*FAULTS, *PAIR, "--standby", "unix:/x", code=2)
-    assert "--phases 'verify' is not one of" in here(*FAULTS, *PAIR[:2], "--phases", "verify", code=2)
+    """Those that run already are refused, and options that contradict each other or name what there is not."""
+    none = (*FAULTS, *NO_FAULTS)
+    places = ("--target-devices", "cpu,unix:/x")
+    assert "--target-devices unix:/x runs already" in here(*none, *PAIR, *places, code=2)
+    assert "--workers 2 has no effect with --target-devices" in here(*none, *PAIR, *places, "--workers", 2, code=2)
+    assert "--standby unix:/x runs already" in here(*none, *PAIR, "--standby", "unix:/x", code=2)
+    assert "--draft-device cpu has no effect without --target" in here(*none, *PAIR, "--draft-device", "cpu", code=2)
+    alone = ("--target-devices", "cpu", "--draft-device", "cpu")
+    assert "--draft-device cpu has no effect without a draft" in here(*none, *PAIR[:2], *alone, code=2)
+    assert "--phases 'verify' is not one of" in here(*none, *PAIR[:2], "--phases", "verify", code=2)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"rows": 1}', '{"rows": [1]}', "{}", '{"rows": [], "run": {}}'])

@@ -40,14 +40,15 @@ class Fault(StrEnum):
     """What befalls a worker.
 
     KILL, STOP: its process is killed (SIGKILL), or stopped and not continued (SIGSTOP). DRAIN: another one takes its
-    place, and it ends. PAUSE: it is stopped, and goes on after a while. CUT: the link to it drops all packets for a
-    while.
+    place, and it ends. PAUSE: it is stopped, and goes on after a while. REBOOT: it is killed, and started again after
+    a while. CUT: the link to it drops all packets for a while.
     """
 
     KILL = "kill"
     STOP = "stop"
     DRAIN = "drain"
     PAUSE = "pause"
+    REBOOT = "reboot"
     CUT = "cut"
 
     @property
@@ -59,7 +60,8 @@ class Fault(StrEnum):
     @property
     def site(self) -> Site:
         """Where the workers run that it befalls: who starts its own workers ends them too when they are silent."""
-        return {Fault.PAUSE: Site.APART, Fault.CUT: Site.LINKED}.get(self, Site.CHILDREN)
+        sites = {Fault.PAUSE: Site.APART, Fault.REBOOT: Site.APART, Fault.CUT: Site.LINKED}
+        return sites.get(self, Site.CHILDREN)
 
     @property
     def passes(self) -> bool:

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.answer import Answer, Request
+from coordinator.answer import Answer, Phase as AnswerPhase, Request
 from coordinator.bench.faults.cases import Case, Fault, Phase, Shape
 from coordinator.bench.faults.elsewhere import Elsewhere
+from coordinator.bench.faults.recovery import Recovering, Recovery
 from coordinator.bench.faults.traces import Watched
 from coordinator.cli.started_model import StartedModel
 from coordinator.cluster.successor import Successor
 from coordinator.cluster.supervisor import Quiet
 from coordinator.engine.engine import Engine
-from coordinator.engine.handover import Handover
+from coordinator.engine.handover import HandedOver, Handover
+from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.text.model_files import ModelFiles
@@ -31,8 +33,8 @@ from services.errors import FlashsplitError, Unavailable
 from services.messages.sampling import SamplingParams
 from services.messages.steps import StepKind
 
-CHUNK, PROMPT_TOKENS, ANSWER_TOKENS = 32, 192, 64
-"""Tokens of a prefill step, of which a prompt has several, of a prompt and of an answer."""
+CHUNKS = 6
+"""Prefill steps of a prompt at least, so that a worker can be lost between two."""
 
 WHOLE_S = 120.0
 """How long a cluster may take until it is whole again."""
@@ -67,18 +69,47 @@ KINDS = (
 
 @dataclass(slots=True)
 class Told:
-    """What a client was told of one answer. pieces: the text and the time of each. error: what ended it, if one did."""
+    """What a client was told of one answer: the text and the time of each piece. error: what ended it, if one did.
+    phases: when it was restored, prefilled and decoded, again and again.
+    """
 
     asked_at: float
     texts: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     answer: Answer | None = None
     error: FlashsplitError | None = None
+    phases: Sequence[AnswerPhase] = ()
 
     def silence_s(self, since: float) -> float:
         """Return the longest time without a new token, from a moment on; 0 where the answer had ended by then."""
         moments = [max(since, moment) for moment in (self.asked_at, *self.times)]
         return max((after - before for before, after in itertools.pairwise(moments)), default=0.0)
+
+    def computed_anew_s(self, since: float) -> float:
+        """Return how long attempts that began after a moment restored the answer so far, or computed it anew."""
+        return sum(
+            phase.ended_s - phase.began_s
+            for phase in self.phases
+            if phase.began_s >= since and phase.name in ("restore", "prefill")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for. prompt_tokens, max_tokens: of each prompt and answer. is_compared: whether an answer has the
+    same tokens each time, so that it is compared with an undisturbed one."""
+
+    prompt_tokens: int = 192
+    max_tokens: int = 64
+    is_compared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedHandOver:
+    """A hand-over, and how many bytes a second pass from this process to the worker that takes over."""
+
+    handed: HandedOver
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +118,19 @@ class Outcome:
 
     befell: whether there was that worker, and that phase; otherwise nothing was done to anybody. told: of the answers
     in flight and, where prefixes were concerned, of the same ones asked for once more. undisturbed: the answers to the
-    same requests, without kept prefixes. at: when it happened, by `time.monotonic`. noticed_s: how long afterwards the
-    cluster knew of a fault that passes; None for other faults, and where it never did.
+    same requests, without kept prefixes; None where they are not to be compared. at: when it happened, by
+    `time.monotonic`. noticed_s: how long afterwards the cluster knew of a fault that passes; None for other faults, and
+    where it never did. recovery: how it came over a loss, None without one. hand_over: None where none came to its end.
     """
 
     case: Case
     befell: bool
     told: Sequence[Told]
-    undisturbed: Sequence[Answer]
+    undisturbed: Sequence[Answer | None]
     at: float
     noticed_s: float | None = None
+    recovery: Recovery | None = None
+    hand_over: LinkedHandOver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +159,9 @@ class Undisturbed:
         return not (self.lost or self.different or self.alarms)
 
 
+ASKED = Asked()
+
+
 class Drill:
     """One cluster, and the answers that it gives."""
 
@@ -136,10 +173,12 @@ class Drill:
         watched: Watched,
         elsewhere: Elsewhere | None = None,
         lasts_s: float = 0.0,
+        asked: Asked = ASKED,
     ) -> None:
         """watched: is told of all workers that there are. elsewhere: the cluster's workers, where they are not its
-        children. lasts_s: how long a fault lasts that passes."""
-        self._elsewhere, self._lasts_s = elsewhere, lasts_s
+        children. lasts_s: how long a fault lasts that passes. asked: what is asked for."""
+        self._elsewhere, self._lasts_s, self._asked = elsewhere, lasts_s, asked
+        self._chunk = max(1, min(asked.prompt_tokens // CHUNKS, chunk_for(started.cluster.workers)))
         self._cluster, self._cache, self._files, self._watched = started.cluster, cache, files, watched
         self._engine = Engine(started.cluster, files, cache, name="faults", resume_timeout_s=WHOLE_S)
         self._engine.step_listeners.append(self._count_step)
@@ -171,16 +210,24 @@ class Drill:
             await self._settled()
         # Beforehand: it takes longer than answers do.
         is_drained = case.fault is Fault.DRAIN or case.phase is Phase.HANDOVER
-        successor = await self._cluster.prepare(case.worker, "cpu") if is_drained else None
+        successor, bytes_per_s, hand_over = None, 0.0, None
+        if is_drained:
+            successor = await self._cluster.prepare(case.worker, str(self._cluster.places[case.worker]))
+            worker, target = await self._cluster.worker(successor.member.address), self._cluster.target
+            link = await worker.measure_link(2 * target.hidden_size)
+            bytes_per_s = link.bytes_per_s
         self._awaited = _STEPS_OF.get(case.phase, ())
         self._countdown = 1 if first_step else draw.randrange(1, 2 + 3 * case.requests)
         self._reached = asyncio.Event()
         asking = asyncio.ensure_future(self._ask_all(self._engine, requests))
-        passing: asyncio.Task[float | None] | None = None
+        passing: asyncio.Task[None] | None = None
+        recovering: Recovering | None = None
         try:
             await self._moment(asking, draw)
             at, befell = time.monotonic(), not asking.done()
             lost = self._process_id(case.worker) if befell else None
+            if not is_drained and case.worker in case.shape.placed:
+                recovering = Recovering(self._cluster, case.worker, case.shape.workers.index(case.worker))
             if case.fault.passes:
                 if befell:
                     passing = asyncio.ensure_future(self._pass(case))
@@ -188,7 +235,7 @@ class Drill:
                 befell = lost is not None
                 self._strike(lost, case.fault)
             elif case.fault is Fault.DRAIN:
-                await Handover(self._engine).hand_over(successor)
+                hand_over = LinkedHandOver(await Handover(self._engine).hand_over(successor), bytes_per_s)
             else:
                 lost = await self._strike_meanwhile(successor, case, draw)
                 befell = lost is not None
@@ -199,19 +246,26 @@ class Drill:
                 await asyncio.sleep(draw.random() * _LONGEST_DELAY_S)
                 self._strike(self._process_id(case.worker), case.fault)
             told = await asking
-            noticed_s = None if passing is None else await passing
+            recovery = None if recovering is None else recovering.found
+            if passing is not None:
+                await passing
+            noticed_s = recovering.known_s if recovering is not None and case.fault.passes else None
         finally:
             asking.cancel()
+            if recovering is not None:
+                recovering.close()
             if passing is not None:
                 passing.cancel()
                 await asyncio.wait([passing])
         self._watch()
         await self._whole(lost)
-        undisturbed = await self._alone(requests)
+        undisturbed: Sequence[Answer | None] = [None] * len(requests)
+        if self._asked.is_compared:
+            undisturbed = await self._alone(requests)
         if case.phase in (Phase.SAVE, Phase.RESTORE):
             told += await self._ask_all(self._engine, requests)
-            undisturbed *= 2
-        return Outcome(case, befell, told, undisturbed, at, noticed_s)
+            undisturbed = [*undisturbed, *undisturbed]
+        return Outcome(case, befell, told, undisturbed, at, noticed_s, recovery, hand_over)
 
     async def leave_alone(self, shape: Shape, clients: int, lasts_s: float) -> Undisturbed:
         """Have so many clients ask for one answer after the other while nothing befalls anybody.
@@ -243,7 +297,9 @@ class Drill:
             answers=len(pairs),
             tokens=sum(len(answer.token_ids) for answer, _ in pairs if answer is not None),
             lost=sum(answer is None for answer, _ in pairs),
-            different=sum(answer is not None and answer.token_ids != one.token_ids for answer, one in pairs),
+            different=sum(answer is not None and answer.token_ids != one.token_ids for answer, one in pairs)
+            if self._asked.is_compared
+            else 0,
             doubts=self._cluster.doubts - doubts,
             alarms=self._alarms,
         )
@@ -286,25 +342,16 @@ class Drill:
             await handing
         return struck
 
-    async def _pass(self, case: Case) -> float | None:
-        """Have a worker meet a fault that passes, and return after how many seconds the cluster knew of it; None where
-        it never did."""
+    async def _pass(self, case: Case) -> None:
+        """Have a worker meet a fault that passes, and wait until it has."""
         assert self._elsewhere is not None
-        began, place = time.monotonic(), self._cluster.places[case.worker]
-        assert place.address is not None
-        index = case.shape.workers.index(case.worker)
-        end = self._elsewhere.strike(place.address, case.fault)
-        noticed_s = None
+        address = self._cluster.places[case.worker].address
+        assert address is not None
+        end = self._elsewhere.strike(address, case.fault)
         try:
-            while (lasted_s := time.monotonic() - began) < self._lasts_s:
-                # Where another one has its place already, it was known before.
-                is_known = self._cluster.loss(index) is not None or self._cluster.places.get(case.worker) != place
-                if noticed_s is None and is_known:
-                    noticed_s = lasted_s
-                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._lasts_s)
         finally:
-            end()
-        return noticed_s
+            await end()
 
     async def _moment(self, asking: asyncio.Future[list[Told]], draw: random.Random) -> None:
         """Wait until the phase is there in which the fault is to happen, or all answers have ended."""
@@ -360,17 +407,27 @@ class Drill:
             self._watched.see(process)
 
     def _request(self, case: Case, number: int) -> Request:
-        sums = " ".join(f"Calculate {17 * number + turn} + {turn * turn}." for turn in range(60))
         sampling, speculate = KINDS[(case.number + number) % len(KINDS)]
         return Request(
             request_id=secrets.token_hex(8),
-            prompt_ids=text_prompt(self._files, f"{case.number}, {number}: {sums}").token_ids[:PROMPT_TOKENS],
-            max_tokens=ANSWER_TOKENS,
+            prompt_ids=self._prompt(case, number),
+            max_tokens=self._asked.max_tokens,
             sampling=sampling,
             # Only answers with drafts are verified, and those without one alone are sure to be decoded token by token.
             speculate=(speculate or case.phase is Phase.VERIFY) and case.phase is not Phase.DECODE,
-            prefill_chunk=CHUNK,
+            prefill_chunk=self._chunk,
         )
+
+    def _prompt(self, case: Case, number: int) -> tuple[int, ...]:
+        """Return a prompt that no other answer of any case has: sums, or random tokens where there is no tokenizer."""
+        length = self._asked.prompt_tokens
+        if self._files.tokenizer is None:
+            draw = random.Random(f"{case.number}, {number}")
+            return tuple(draw.randrange(self._cluster.target.vocab_size) for _ in range(length))
+        # Each sum has more tokens than three.
+        turns = range(max(60, length // 3))
+        sums = " ".join(f"Calculate {17 * number + turn} + {turn * turn}." for turn in turns)
+        return text_prompt(self._files, f"{case.number}, {number}: {sums}").token_ids[:length]
 
     async def _ask_all(self, engine: Engine, requests: Sequence[Request]) -> list[Told]:
         return list(await asyncio.gather(*(_ask(engine, request) for request in requests)))
@@ -391,6 +448,7 @@ async def _ask(engine: Engine, request: Request) -> Told:
                 told.texts.append(piece.text)
                 told.times.append(time.monotonic())
             told.answer = generation.answer
+            told.phases = generation.phases
     except FlashsplitError as error:
         told.error = error
     return told

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from coordinator.cluster import supervisor
-from coordinator.cluster.supervisor import AWAITED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, supervised
+from coordinator.cluster.supervisor import (
+    AWAITED_PAUSE_S,
+    FIRST_PAUSE_S,
+    LEAST_CALL_S,
+    LONGEST_PAUSE_S,
+    supervised,
+)
 from services.errors import FlashsplitError, Unavailable
 from services.processes.worker_process import WorkerFailed
 from tests.services.fakes import until
@@ -24,6 +30,7 @@ class FakeCluster:
         self.failures = list(failures)
         self.restored = 0
         self.pauses_s: list[float] = []
+        self.calls_s: list[float | None] = []
         self.standing_by = self.replaced = 0
         self.now_s = 0.0
         self.has_room = True
@@ -41,7 +48,8 @@ class FakeCluster:
         self.replaced += 1
         return True
 
-    async def restore(self) -> None:
+    async def restore(self, within_s: float | None = None) -> None:
+        self.calls_s.append(within_s)
         if self.failures:
             raise self.failures.pop(0)
         self.restored += 1
@@ -88,7 +96,7 @@ async def test_who_stands_by_takes_a_lost_workers_place_at_once() -> None:
 
 async def test_pauses_grow_up_to_a_limit_and_begin_anew() -> None:
     """A cluster that cannot be restored is tried ever more seldom; the next loss begins with a short pause again."""
-    cluster = FakeCluster(*[Unavailable("no room")] * 8)
+    cluster = FakeCluster(*[Unavailable("no room")] * 10)
     async with supervised(cluster, sleep=cluster.sleep):
         cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
         await until(lambda: cluster.restored == 1)
@@ -109,6 +117,17 @@ async def test_a_worker_that_is_awaited_is_called_often() -> None:
     assert max(cluster.pauses_s) == AWAITED_PAUSE_S
 
 
+async def test_a_lost_worker_is_called_no_longer_than_until_others_take_over() -> None:
+    """But for a second at least, so that one that is back is found."""
+    cluster = FakeCluster(*[Unavailable("nobody there", reason="WORKER_UNREACHABLE")] * 4)
+    cluster.has_room = False
+    async with supervised(cluster, replace_after_s=1.6, sleep=cluster.sleep, clock=cluster.clock):
+        cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
+        await until(lambda: cluster.restored == 1)
+    # Pauses of 0.1, 0.2, 0.4, 0.8 and 1.6 s passed before.
+    assert cluster.calls_s == pytest.approx([1.5, 1.3, LEAST_CALL_S, LEAST_CALL_S, LEAST_CALL_S])
+
+
 GONE = Unavailable("nobody there", reason="WORKER_UNREACHABLE")
 
 
@@ -119,8 +138,8 @@ async def test_layers_are_split_anew_where_a_worker_does_not_come_back() -> None
     async with watched:
         cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
         await until(lambda: cluster.degraded is not None)
-        assert cluster.pauses_s == [0.5, 1.0, 2.0]
-        assert (cluster.restored, len(cluster.failures)) == (0, 6)
+        assert cluster.pauses_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
+        assert (cluster.restored, len(cluster.failures)) == (0, 4)
         cluster.has_room = False
         cluster.losses.put_nowait(Unavailable("stage 0 is gone too"))
         await until(lambda: cluster.restored == 1)
