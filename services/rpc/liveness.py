@@ -34,7 +34,11 @@ from services.streams.client_stream import ClientStream
 SERVICE = pb.DESCRIPTOR.services_by_name["LivenessService"].full_name
 
 BEAT_S = 0.25
-"""Between two heartbeats of a worker, and two looks at whether any have come."""
+"""Between two heartbeats of a worker, and two looks at whether any have come.
+
+All processes of a host send at the multiples of it by the host's clock, and look in the middle between two: a process
+wakes up once for all of its peers, and no look comes when heartbeats do.
+"""
 
 LOST_AFTER_S = 2.0
 """How long nothing need have been heard by default of a worker whose heartbeats came regularly, until it is lost."""
@@ -73,6 +77,13 @@ comes through to it; its device has not done with what it began."""
 log = structlog.get_logger()
 
 
+def until_next(share: float = 0.0) -> float:
+    """Return the seconds until the host's clock is a multiple of BEAT_S, and so large a share of one more; at least
+    half of BEAT_S, so that a timer that comes early is not followed by another one at once."""
+    seconds = (share * BEAT_S - time.monotonic()) % BEAT_S
+    return seconds if seconds >= BEAT_S / 2 else seconds + BEAT_S
+
+
 class Life:
     """What a worker tells of itself with its heartbeats.
 
@@ -86,6 +97,8 @@ class Life:
         self._trouble: FlashsplitError | None = None
         self._patient = 0
         self._listeners: set[asyncio.Event] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        """Of the next heartbeat to all of them."""
         self._ending = asyncio.Event()
 
     @property
@@ -134,6 +147,8 @@ class Life:
         """Yield a heartbeat whenever one is due, until `end`."""
         changed, own = asyncio.Event(), own_process()
         self._listeners.add(changed)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(until_next(), self._beat)
         beat = pb.HeartbeatsResponse()
         process = beat.process
         process.boot_id, process.process_id, process.started_ticks = own.boot_id, own.process_id, own.started_ticks
@@ -146,10 +161,14 @@ class Life:
                     beat.trouble, beat.trouble_reason = self._trouble.message, self._trouble.reason
                 yield beat
                 beat = pb.HeartbeatsResponse()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), BEAT_S)
+                await changed.wait()
         finally:
             self._listeners.discard(changed)
+
+    def _beat(self) -> None:
+        """Have a heartbeat sent to all listeners, again and again while there are any."""
+        self._timer = asyncio.get_running_loop().call_later(until_next(), self._beat) if self._listeners else None
+        self._tell()
 
     def _tell(self) -> None:
         for listener in self._listeners:
@@ -266,19 +285,31 @@ class Regularity:
 class Answers:
     """This process's own heartbeats to the worker at the other end of a channel, and how regularly the answers come.
 
-    takes_over: whether they say that another worker is about to take its place.
+    Behind a Unix socket nothing is lost on the way, so that what the worker sends by itself says enough: there are
+    heartbeats only while `takes_over`, which they say: that another worker is about to take its place.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.takes_over = False
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._channel = channel
         self._stub = pb_grpc.LivenessServiceStub(channel)
+        self._taking_over = asyncio.Event()
         self._regularity = Regularity()
         self._sent_bytes = deque[int]()
         """What had been sent to the worker before each heartbeat that is not answered."""
         self._heard_bytes = 0
         """What had been sent before the last heartbeat that is answered."""
-        self._expected = True
+        self._always = self._expected = socket_path(address) is None
+
+    @property
+    def takes_over(self) -> bool:
+        return self._taking_over.is_set()
+
+    @takes_over.setter
+    def takes_over(self, takes_over: bool) -> None:
+        if takes_over:
+            self._taking_over.set()
+        else:
+            self._taking_over.clear()
 
     @property
     def missing_s(self) -> float:
@@ -297,6 +328,8 @@ class Answers:
 
     async def exchange(self) -> None:
         """Send heartbeats and take the answers, until the worker ends the call. Raises what ended it otherwise."""
+        if not self._always:
+            await self._taking_over.wait()
         stream = ClientStream(self._stub.CallerHeartbeats())
         self._sent_bytes.clear()
         try:
@@ -314,7 +347,9 @@ class Answers:
             if not await stream.send(pb.CallerHeartbeatsRequest(takes_over=self.takes_over)):
                 # Why it is over is for who reads the answers.
                 await asyncio.Event().wait()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(until_next())
+            if not self._always:
+                await self._taking_over.wait()
 
     async def _take_answers(self, stream: ClientStream) -> None:
         loop = asyncio.get_running_loop()
@@ -342,11 +377,11 @@ class Heartbeats:
     ) -> None:
         self._address, self._security = address, security
         self._stub = pb_grpc.LivenessServiceStub(channel)
-        self._regularity, self._answers = Regularity(lost_after_s), Answers(channel)
+        self._regularity, self._answers = Regularity(lost_after_s), Answers(channel, address)
         self._process: ProcessId | None = None
         self._cpu_ticks = 0
         self._streams: weakref.WeakSet[ClientStream] = weakref.WeakSet()
-        self._troubled = asyncio.Event()
+        self._troubled, self._suspected = asyncio.Event(), asyncio.Event()
         self._trouble: Unavailable | None = None
         self.lost: Unavailable | None = None
         self.leaving = False
@@ -441,9 +476,11 @@ class Heartbeats:
     async def _look(self) -> None:
         """Look again and again whether heartbeats and answers come, until they don't."""
         while (fault := self._fault()) is None or self._is_starved():
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(until_next(0.5))
             self._regularity.look()
             self._answers.look()
+            if self._regularity.silent_s >= SUSPECTED_S:
+                self._suspected.set()
         self.lost = Unavailable(f"the worker at {self._address} {fault}", reason=WORKER_SILENT, address=self._address)
         log.info("worker.silent", address=self._address, why=fault)
         self._troubled.set()
@@ -453,14 +490,14 @@ class Heartbeats:
     async def _doubt(self) -> None:
         """Ask the worker whether it lives whenever it is silent."""
         while True:
-            await asyncio.sleep(BEAT_S)
-            if self._regularity.silent_s < SUSPECTED_S:
-                continue
+            await self._suspected.wait()
             log.debug("worker.suspected", address=self._address, silent_s=self._regularity.silent_s)
             self.doubts += 1
             if await is_held_up(self._address, self._security, self.lost_after_s):
                 # Whether a process of this host has a reason to be silent is seen in what it does.
                 self._regularity.seen(0.0 if self._state() is not None else LONGEST_S)
+            # Until the next look at the earliest.
+            self._suspected.clear()
 
     def _fault(self) -> str | None:
         """Return what has been wrong with the worker for too long, as the end of a sentence; None for nothing."""

@@ -26,7 +26,11 @@ SPREAD = 0.02
 
 
 class RandomCheckpoint(Checkpoint):
-    """A target or a draft made of noise, wherever it is asked for."""
+    """A target or a draft made of noise, wherever it is asked for.
+
+    On one kind of device a tensor has the same numbers each time, so that another worker takes a lost one's place
+    with the same tokens, whatever else it holds.
+    """
 
     def __init__(self, directory: str | Path, field: str = "--model") -> None:
         """Raises InvalidArgument and Unimplemented as reading the configuration does."""
@@ -34,7 +38,8 @@ class RandomCheckpoint(Checkpoint):
         dtype = str(config.get("torch_dtype", "bfloat16"))
         self._dtype = dtype_from_name(dtype, "torch_dtype")
         super().__init__(Path(directory), config, random_headers(config))
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._row_sources: dict[str, torch.Tensor] = {}
+        """The tensors of which rows were looked up, as files would have them."""
 
     def read_ahead(self, names: Iterable[str]) -> None:
         """As `Checkpoint.read_ahead`: there is nothing to read."""
@@ -49,15 +54,23 @@ class RandomCheckpoint(Checkpoint):
 
     def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         shape = self.shape(name)
-        tensor = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SPREAD, generator=self._generator(device))
-        return tensor if len(shape) > 1 else tensor + 1.0
+        if len(shape) != 2:
+            tensor = torch.empty(shape, dtype=self._dtype, device=device)
+            tensor.normal_(0.0, SPREAD, generator=_generator(device, name))
+            return (tensor if len(shape) > 1 else tensor + 1.0).to(dtype)
+        tensor, first = torch.empty(shape, dtype=dtype, device=device), 0
+        # In parts as well: what numbers come depends on how many are asked for at a time.
+        for part in self.parts(name, device, dtype):
+            tensor[first : first + len(part)] = part
+            first += len(part)
+        return tensor
 
     def parts(self, name: str, device: torch.device, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         rows, columns = self.shape(name)
-        step = rows_at_a_time(columns, device)
+        step, generator = rows_at_a_time(columns, device), _generator(device, name)
         for first in range(0, rows, step):
-            part = torch.empty(min(step, rows - first), columns, dtype=dtype, device=device)
-            yield part.normal_(0.0, SPREAD, generator=self._generator(device))
+            part = torch.empty(min(step, rows - first), columns, dtype=self._dtype, device=device)
+            yield part.normal_(0.0, SPREAD, generator=generator).to(dtype)
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         header = self.headers[name]
@@ -66,14 +79,16 @@ class RandomCheckpoint(Checkpoint):
         return random_packed(header.packed.format.lower(), rows, columns, dtype, device)
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
-        rows = torch.empty(len(indices), self.shape(name)[1], dtype=self._dtype)
-        return rows.normal_(0.0, SPREAD, generator=self._generator(torch.device("cpu")))
+        if name not in self._row_sources:
+            self._row_sources[name] = self.tensor(name)
+        return self._row_sources[name][list(indices)]
 
     @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:32]
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(1)
-        return self._generators[device]
+
+def _generator(device: torch.device, name: str) -> torch.Generator:
+    """Return what makes the numbers of a tensor of this name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    return torch.Generator(device).manual_seed(seed)

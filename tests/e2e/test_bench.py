@@ -324,22 +324,18 @@ def test_faults_that_pass(fault: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_faults_of_a_shape_on_named_devices() -> None:
-    """Random weights on three workers with their own places: a restart, a hand-over and a split over the others are
-    told apart, with what their silence was made of."""
-    asked = ("--kills", 1, "--drains", 1, "--reboots", 1, "--replace-after", 0, "--pause-for", 8)
-    shape = ("--shape", "qwen3-0.6b", "--target-devices", "cpu,cpu,cpu", "--target-layers", "0:2,2:4,4:28")
-    lengths = ("--requests", 1, "--phases", "decode", "--prompt-tokens", 24, "--max-tokens", 24)
-    found = json.loads(bench(*FAULTS, *NO_FAULTS, *shape, *lengths, *asked, timeout=240))
+def test_what_faults_on_named_devices_are_made_of() -> None:
+    """A restart, a hand-over and a split over the others are told apart, with what their silence was made of."""
+    asked = ("--kills", 1, "--drains", 1, "--reboots", 1, "--replace-after", 0, "--pause-for", 8, "--after-tokens", 20)
+    places = (*PAIR[:2], "--target-devices", "cpu,cpu,cpu", "--requests", 1, "--phases", "decode")
+    found = json.loads(bench(*FAULTS, *NO_FAULTS, *places, *asked, timeout=240))
     assert [(row["fault"], row["answers"]) for row in found["rows"]] == [("kill", 1), ("drain", 1), ("reboot", 1)]
-    assert {(row["fault"], row["remedy"]) for row in found["recoveries"]} == {
-        ("kill", "restart"),
-        ("reboot", "re-split"),
-    }
+    remedies = {(row["fault"], row["remedy"]) for row in found["recoveries"]}
+    assert remedies == {("kill", "restart"), ("reboot", "re-split")}
     for row in found["recoveries"]:
         assert 0 < row["known_ms"] < row["whole_ms"]
         assert row["load_ms"] > 0
-        assert (row["process_ms"] > 0) == (row["remedy"] == "restart")
+        assert (row["process_ms"] > 100) == (row["remedy"] == "restart")
     [handed] = found["hand_overs"]
     assert handed["link_mb_per_s"] > 0
     assert (found["left"], found["wrong"], found["missed"]) == ([], [], [])
@@ -353,6 +349,7 @@ def test_faults_need_workers_that_may_be_ended() -> None:
     assert "--workers 2 has no effect with --target-devices" in here(*none, *PAIR, *places, "--workers", 2, code=2)
     assert "--standby unix:/x runs already" in here(*none, *PAIR, "--standby", "unix:/x", code=2)
     assert "--draft-device cpu has no effect without --target" in here(*none, *PAIR, "--draft-device", "cpu", code=2)
+    assert "--after-tokens 64 is behind the end" in here(*none, *PAIR, "--after-tokens", 64, code=2)
     alone = ("--target-devices", "cpu", "--draft-device", "cpu")
     assert "--draft-device cpu has no effect without a draft" in here(*none, *PAIR[:2], *alone, code=2)
     assert "--phases 'verify' is not one of" in here(*none, *PAIR[:2], "--phases", "verify", code=2)

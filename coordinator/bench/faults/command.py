@@ -166,6 +166,15 @@ class AskedOptions:
     max_tokens: Annotated[int, Flag("Tokens of each answer at most.", type=click.IntRange(8), metavar="N")] = (
         ASKED.max_tokens
     )
+    after_tokens: Annotated[
+        int,
+        Flag(
+            "At a step of an answer nothing befalls a worker before so many tokens of it have come: what answers lose "
+            "is computed anew, the longer they are the longer.",
+            type=click.IntRange(0),
+            metavar="N",
+        ),
+    ] = 0
     synthetic_acceptance: Annotated[
         float | None,
         Flag(
@@ -179,7 +188,14 @@ class AskedOptions:
 
     def asked(self) -> Asked:
         """Return what is asked for."""
-        return Asked(self.prompt_tokens, self.max_tokens, is_compared=self.synthetic_acceptance is None)
+        if self.after_tokens >= self.max_tokens:
+            raise InvalidArgument(
+                f"--after-tokens {self.after_tokens} is behind the end of answers of {self.max_tokens} tokens: lower "
+                "it, or raise --max-tokens",
+                field="--after-tokens",
+            )
+        is_compared = self.synthetic_acceptance is None
+        return Asked(self.prompt_tokens, self.max_tokens, self.after_tokens, is_compared=is_compared)
 
 
 @click.command(cls=Command)
@@ -239,7 +255,7 @@ async def faults(
     directory, no socket, no shared memory. 1 says that something of it happened; the table tells what. On CPUs give
     --dtype float32 or --exact: rounding in 16 bits leads answers other ways.
     """
-    stages = stages_of(cluster, workers)
+    stages, lengths = stages_of(cluster, workers), asked.asked()
     counts = wanted.counts
     no_cuts = why_no_switch() if counts[Fault.CUT] else None
     if no_cuts is not None:
@@ -280,9 +296,7 @@ async def faults(
                     async with started(*models, cluster, standby, shape, folder) as (running, elsewhere):
                         assert running.cache is not None
                         measured = [*running.cluster.workers]
-                        drill = Drill(
-                            running, running.cache, files, watched, elsewhere, wanted.pause_for, asked.asked()
-                        )
+                        drill = Drill(running, running.cache, files, watched, elsewhere, wanted.pause_for, lengths)
                         async with supervised(running.cluster, replace_after_s=wanted.replace_after, quiet=drill.quiet):
                             if of_shape is None:
                                 progress.update(task, description=f"nothing befalls {shape.stages} stages")
@@ -296,7 +310,7 @@ async def faults(
                                 progress.advance(task)
                     left += await left_behind(watched, before)
         finally:
-            show(output, outcomes, undisturbed, left, measured, no_cuts, is_compared=asked.asked().is_compared)
+            show(output, outcomes, undisturbed, left, measured, no_cuts, is_compared=lengths.is_compared)
     is_clean = all(row.is_clean for row in summarise(outcomes)) and all(one.is_clean for one in undisturbed)
     if left or not is_clean:
         raise FailedPrecondition(
@@ -488,5 +502,5 @@ def faulty(outcome: Outcome) -> Iterator[str]:
         elif told.answer.token_ids != alone.token_ids:
             same = common_prefix_length(told.answer.token_ids, alone.token_ids)
             yield f"{answer}: other tokens from {same} on, {told.answer.stats.notes}"
-        elif text != alone.text:
+        elif text != (alone.text or ""):
             yield f"{answer}: the text {text!r} should be {alone.text!r}"

@@ -96,11 +96,13 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for. prompt_tokens, max_tokens: of each prompt and answer. is_compared: whether an answer has the
+    """What is asked for. prompt_tokens, max_tokens: of each prompt and answer. after_tokens: before so many of each
+    answer, on average, nothing befalls a worker at a step. is_compared: whether an answer has the
     same tokens each time, so that it is compared with an undisturbed one."""
 
     prompt_tokens: int = 192
     max_tokens: int = 64
+    after_tokens: int = 0
     is_compared: bool = True
 
 
@@ -184,7 +186,8 @@ class Drill:
         self._engine.step_listeners.append(self._count_step)
         self._plain = Engine(started.cluster, files, None, name="faults", resume_timeout_s=WHOLE_S)
         self._awaited: tuple[StepKind, ...] = ()
-        self._countdown = 0
+        self._countdown = self._spared = 0
+        """Steps of the phase until a worker meets its fault, which count once so many tokens have come."""
         self._reached = asyncio.Event()
         self._alarms = 0
 
@@ -217,6 +220,7 @@ class Drill:
             link = await worker.measure_link(2 * target.hidden_size)
             bytes_per_s = link.bytes_per_s
         self._awaited = _STEPS_OF.get(case.phase, ())
+        self._spared = 0 if first_step else self._asked.after_tokens * case.requests
         self._countdown = 1 if first_step else draw.randrange(1, 2 + 3 * case.requests)
         self._reached = asyncio.Event()
         asking = asyncio.ensure_future(self._ask_all(self._engine, requests))
@@ -433,7 +437,9 @@ class Drill:
         return list(await asyncio.gather(*(_ask(engine, request) for request in requests)))
 
     def _count_step(self, step: StepTaken) -> None:
-        if step.kind in self._awaited:
+        if step.kind is not StepKind.PREFILL:
+            self._spared -= step.kept
+        if step.kind in self._awaited and (self._spared < 0 or step.kind is StepKind.PREFILL):
             self._countdown -= 1
             if self._countdown <= 0:
                 self._reached.set()

@@ -74,7 +74,7 @@ def _figures(fault: Fault, phase: Phase, outcomes: Sequence[Outcome]) -> FaultFi
         resumed=sum(answer.stats.resumed > 0 for _, answer in answered),
         lost=sum(told.answer is None for told, _ in pairs),
         different=sum(answer.token_ids != alone.token_ids for _, answer, alone in compared),
-        damaged=sum("".join(told.texts) != alone.text for told, _, alone in compared),
+        damaged=sum("".join(told.texts) != (alone.text or "") for told, _, alone in compared),
         silence_median_ms=statistics.median(silences or [0.0]),
         silence_longest_ms=max(silences, default=0.0),
         noticed_longest_ms=max(1e3 * (outcome.noticed_s or 0.0) for outcome in outcomes),

@@ -47,6 +47,8 @@ class Recovering:
         self._cluster, self._index, self._worker = cluster, index, worker
         self._began = time.monotonic()
         self._place, self._process = cluster.places.get(worker), self._process_id
+        named = cluster.processes.items()
+        self._standing_by = {process.process_id for name, process in named if name.startswith("stand-by")}
         self._times = cluster.start_times
         self.known_s: float | None = None
         """After how many seconds the cluster knew; None while it does not."""
@@ -86,6 +88,6 @@ class Recovering:
     def _remedy(self) -> Remedy:
         if self._cluster.degraded is not None:
             return Remedy.RESPLIT
-        if self._cluster.places.get(self._worker) != self._place:
+        if self._cluster.places.get(self._worker) != self._place or self._process_id in self._standing_by:
             return Remedy.STANDBY
         return Remedy.CALL if self._process is None or self._process == self._process_id else Remedy.RESTART

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.answer import Answer, Stats
+from coordinator.answer import Answer, Phase as Phased, Stats
 from coordinator.bench.faults.cases import Case, Fault, Phase, Shape, Site, spread_cases
 from coordinator.bench.faults.command import FaultOptions, faulty, while_undisturbed
-from coordinator.bench.faults.drill import Outcome, Told, Undisturbed
-from coordinator.bench.faults.figures import summarise
+from coordinator.bench.faults.drill import LinkedHandOver, Outcome, Told, Undisturbed
+from coordinator.bench.faults.figures import RecoveryFigures, hand_overs, recoveries, summarise
+from coordinator.bench.faults.recovery import Recovery, Remedy
 from coordinator.bench.faults.switch import why_no_switch
 from coordinator.bench.faults.traces import Watched
+from coordinator.cluster.cluster import StartTimes
+from coordinator.engine.handover import HandedOver
 from services.errors import InvalidArgument, Unavailable
 
 SHAPES = [Shape(1, False, 1), Shape(2, False, 1), Shape(2, True, 1)]
@@ -67,15 +70,16 @@ def test_who_is_drained_and_when() -> None:
 def test_who_is_paused_or_cut_off() -> None:
     """Workers that run apart, and those on hosts of their own, but for one that stands by; the others meet the rest."""
     shapes = [Shape(2, True, 1, site) for site in Site]
-    counts = {Fault.PAUSE: 30, Fault.CUT: 30, Fault.KILL: 30}
+    counts = {Fault.PAUSE: 30, Fault.REBOOT: 30, Fault.CUT: 30, Fault.KILL: 30}
     cases = spread_cases(shapes, list(Phase), (1,), counts, seed=3)
     assert Counter((case.fault, case.shape.site) for case in cases) == {
         (Fault.KILL, Site.CHILDREN): 30,
         (Fault.PAUSE, Site.APART): 30,
+        (Fault.REBOOT, Site.APART): 30,
         (Fault.CUT, Site.LINKED): 30,
     }
     passing = [case for case in cases if case.fault.passes]
-    assert {case.fault for case in passing} == {Fault.PAUSE, Fault.CUT}
+    assert {case.fault for case in passing} == {Fault.PAUSE, Fault.REBOOT, Fault.CUT}
     assert {case.worker for case in passing} == {"stage 0", "stage 1", "draft worker"}
     assert {case.phase for case in passing} == set(Phase) - {Phase.LOADING, Phase.HANDOVER}
 
@@ -128,6 +132,31 @@ def test_what_is_counted() -> None:
     outcomes = [Outcome(paused, True, told[:1], [alone], at=2.0, noticed_s=one) for one in (1.5, None, 2.0)]
     [row] = summarise(outcomes)
     assert (row.noticed_longest_ms, row.unnoticed) == (2000, 1)
+
+
+def test_what_silence_was_made_of() -> None:
+    """Starting and loading, and what attempts behind the fault computed anew; the rest is what remains. Answers that
+    did not wait are no part of it, nor are losses that nobody came over."""
+    phases = [Phased("prefill", 0.0, 1.0), Phased("restore", 6.0, 6.25), Phased("prefill", 6.25, 6.5)]
+    told = [
+        Told(0.0, ["a", "bc"], [1.0, 7.0], answer(1, 2, 3, text="abc", resumed=1), phases=phases),
+        Told(0.0, ["a", "bc"], [1.0, 9.0], answer(1, 2, 3, text="abc")),
+    ]
+    case = Case(7, SHAPES[1], "stage 1", Phase.DECODE, 2, Fault.KILL)
+    recovery = Recovery(Remedy.RESTART, 0.25, 4.0, StartTimes(1.0, 2.0))
+    outcomes = [
+        Outcome(case, True, told, [None, None], at=2.0, recovery=recovery),
+        Outcome(case, True, told, [None, None], at=2.0),
+    ]
+    [row] = recoveries(outcomes)
+    assert row == RecoveryFigures("kill", "restart", 1, 1, 250.0, 4000.0, 1000.0, 2000.0, 500.0, 5000.0, 1500.0)
+    [found] = summarise(outcomes)
+    assert found.is_clean, "nothing is compared"
+    handed = HandedOver("stage 1", "cpu", 3, 4_000_000, 2_000_000, 0.125, 0)
+    [row] = hand_overs([*outcomes, replace(outcomes[1], hand_over=LinkedHandOver(handed, 1e9))])
+    assert (row.worker, row.answers, row.prefixes) == ("stage 1 of 2", 2, 3)
+    assert (row.copied_mb, row.paused_mb, row.pause_ms, row.silence_ms) == (4.0, 2.0, 125.0, 7000.0)
+    assert (row.link_mb_per_s, row.copying_ms) == (1000.0, 2.0)
 
 
 def test_what_is_counted_while_nothing_befalls_anybody() -> None:

@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
 from services.errors import Unavailable
@@ -27,6 +29,7 @@ from services.rpc.liveness import (
     Life,
     LivenessServicer,
     Regularity,
+    until_next,
 )
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
@@ -335,6 +338,39 @@ async def test_a_worker_that_is_told_to_stop_waits_for_one_that_takes_its_place(
         with heartbeats.taking_over():
             assert await stays(lambda: not leaving.done(), LEAVING_S + 4 * BEAT_S)
     await asyncio.wait_for(leaving, 10)
+
+
+class Counting(LivenessServicer):
+    """Counts the callers that send heartbeats of their own."""
+
+    callers = 0
+
+    async def CallerHeartbeats(self, request: object, context: grpc.aio.ServicerContext) -> None:
+        self.callers += 1
+        await super().CallerHeartbeats(request, context)
+
+
+@pytest.mark.parametrize(("address", "callers"), [("127.0.0.1:0", 1), (None, 0)], ids=["over TCP", "on this host"])
+async def test_who_sends_heartbeats_to_a_worker(address: str | None, callers: int, serve: Serve, peers: Peers) -> None:
+    """Who calls it over TCP, where bytes can be lost on the way; behind a Unix socket nobody does."""
+    servicer = Counting(Life(), peers)
+    server = await (serve(servicer.register) if address is None else serve(servicer.register, address=address))
+    lost = await watching(peers, server.address)
+    assert await stays(lambda: not lost.done(), SILENT_S + 2 * BEAT_S)
+    assert servicer.callers == callers
+    lost.cancel()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_all_processes_of_a_host_wake_up_at_the_same_times(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At multiples of BEAT_S or between two, whenever they were asked; not at once behind a timer that came early."""
+    for number in range(100):
+        now = 1000.0 + 0.01 * number
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        seconds = until_next(share)
+        assert BEAT_S / 2 <= seconds < 1.5 * BEAT_S
+        beats_since = (now + seconds) / BEAT_S - share
+        assert beats_since == pytest.approx(round(beats_since), abs=1e-6)
 
 
 # --- how long silence may last

@@ -19,6 +19,7 @@ from services.model.target_tensors import cpu_bytes
 from shard_worker.device.devices import parse_devices
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
+from shard_worker.weights.weight import rows_at_a_time
 
 
 def shape(directory: Path, packing: str) -> Path:
@@ -113,3 +114,23 @@ def test_experts_alone_are_packed_as_gpt_oss_is_published(tmp_path: Path) -> Non
 def test_an_unknown_packing_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"random_packing 'q3_m' is unknown: it must be one of q4_k_m, "):
         open_checkpoint(shape(tmp_path, "q3_m"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_has_the_same_numbers_each_time(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In any order, whole and in parts, with rows of another tensor between: so another worker has the same model."""
+    path, cpu = shape(tmp_path, "q8_0"), torch.device("cpu")
+    config = json.loads((path / "config.json").read_text())
+    del config["random_packing"]
+    # More than are made at a time.
+    (path / "config.json").write_text(json.dumps({**config, "vocab_size": rows_at_a_time(256, cpu) + 33}))
+    first, second = open_checkpoint(path), open_checkpoint(path)
+    names = sorted(first.headers)
+    tensors = {name: first.place(name, cpu, dtype) for name in names}
+    for name in reversed(names):
+        assert torch.equal(second.place(name, cpu, dtype), tensors[name]), name
+    name = "model.embed_tokens.weight"
+    assert torch.equal(torch.cat([*second.parts(name, cpu, dtype)]), tensors[name])
+    assert torch.equal(second.rows(name, [5, 3]).to(dtype), tensors[name][[5, 3]])
+    assert not torch.equal(tensors[name], tensors["lm_head.weight"])
+    assert len({tensor.flatten()[0].item() for tensor in tensors.values() if tensor.dim() == 2}) > len(names) / 4
