@@ -338,7 +338,9 @@ class ChainAttempt:
         end the answer, of which the workers know nothing.
         """
         speculation, steers = self._state.speculation, self._steers
-        steady = speculation.planned_steps if steers else speculation.steady_steps
+        # Alone, the first blocks are judged one by one: a step that is sent costs less there than a poor block.
+        is_judged_late = steers and speculation.costs.shared
+        steady = speculation.planned_steps if is_judged_late else speculation.steady_steps
         if self._pause.asked or (self._request.stop_strings and not steers):
             return 0
         if bool(draft_tokens) != bool(propose) and (steady is not None or not steers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,14 @@ async def answered(cluster: ScriptedCluster, *, prefixes: PrefixCache | None = N
 
 @pytest.mark.parametrize("block_size", [0, 4])
 async def test_no_step_waits_for_the_coordinator(block_size: int) -> None:
-    """But for the first of an answer; the others are allowed in time, so many at once that this is seldom done."""
+    """But for an answer's first, and the first two blocks of a draft that is alone, which are judged one by one. The
+    others are allowed in time, so many at once that this is seldom done."""
     cluster = ScriptedCluster(Script(TEXT), block_size=block_size)
     answer = await answered(cluster, max_tokens=400)
     assert answer.token_ids == TEXT[:400]
     session = cluster.session
     # The prompt, and the first step behind it.
-    assert session.sent == 2
+    assert session.sent == (4 if block_size else 2)
     assert len(session.forwards) > 90
     assert 1 < len(session.limits) <= 5 + len(session.forwards) / (MOST_MORE_STEPS / 2)
 
@@ -57,7 +59,7 @@ async def test_a_text_that_ends_an_answer_ends_its_steps(block_size: int) -> Non
     async with PrefixCache(cluster, "text", policy=KeepPolicy(min_tokens=4)) as prefixes:  # type: ignore[arg-type]
         answer = await answered(cluster, max_tokens=600, stop_strings=("20 ships", "never"), prefixes=prefixes)
         session = cluster.session
-        assert session.sent == 2
+        assert session.sent == (4 if block_size else 2)
         assert answer.text == bytes(TEXT[:-1]).split(b"20 ships")[0].decode()
         while not session.closed:
             await asyncio.sleep(0)
@@ -65,6 +67,26 @@ async def test_a_text_that_ends_an_answer_ends_its_steps(block_size: int) -> Non
     assert 2 + len(answer.token_ids) <= length <= 2 + len(answer.token_ids) + 2 * max(1, block_size)
     assert session.forwards[-1].more == 0
     assert max(session.kept.values()) >= length
+
+
+async def test_among_others_no_block_is_waited_for() -> None:
+    """Whatever is measured and chosen meanwhile, of plain decode and of blocks."""
+    serving = engine(Script(TEXT), block_size=4)
+    cluster: Any = serving.cluster
+
+    async def ask() -> tuple[int, ...]:
+        async with serving.answering(request(max_tokens=300)) as generation:
+            tokens: list[int] = []
+            async for piece in generation.pieces():
+                tokens += piece.token_ids
+                # The others' turn.
+                await asyncio.sleep(0)
+        return tuple(tokens)
+
+    assert await asyncio.gather(*(ask() for _ in range(6))) == [TEXT[:300]] * 6
+    lengths = {limit.propose_tokens for session in cluster.sessions for limit in session.limits}
+    assert len(lengths) > 1
+    assert sum(session.sent for session in cluster.sessions) <= 3 * len(cluster.sessions)
 
 
 async def test_steps_end_where_the_state_is_to_be_kept() -> None:
