@@ -75,6 +75,10 @@ class Metadata:
         """Return a list of whole numbers."""
         return [item for item in self._items(key) if isinstance(item, int)]
 
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers."""
+        return [float(item) for item in self._items(key) if isinstance(item, int | float)]
+
     def pattern(self, key: str, count: int, default: int) -> list[bool]:
         """Return what is said of each of `count` layers: a list of true and false, or of all but each so-many-th one
         true, `default` where the file says neither."""

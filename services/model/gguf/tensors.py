@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from services.model.gguf.container import GgufTensor
 from services.model.stored_experts import ExpertPart
@@ -108,3 +110,8 @@ class StoredTensor:
         if self.scale is not None:
             row_bytes += 4 * (columns // (run or columns))
         return math.prod(rows) * row_bytes
+
+
+def stored_unchanged(_name: str, tensor: GgufTensor, _config: Mapping[str, Any]) -> StoredTensor:
+    """Return a tensor of whose numbers the converter changes none: what `Architecture.stored_tensor` is then."""
+    return StoredTensor(tensor, tensor.shape)

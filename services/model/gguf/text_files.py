@@ -14,7 +14,7 @@ from services.model.gguf.tokenizer import named_tokens, tokenizer_json
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 """The sampling parameters, behind general.sampling in the metadata, that generation_config.json calls otherwise."""
 
-_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>")
 """Tokens that end an answer in any vocabulary that has them."""
 
 _TEMPLATE = "tokenizer.chat_template"

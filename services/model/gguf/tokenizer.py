@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.errors import DataLoss
+from services.model.gguf import sentence_pieces
 from services.model.gguf.metadata import Metadata
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+
+_MODELS = ("gpt2", "llama", "gemma4")
+"""What `tokenizer.ggml.model` may be."""
+
+_ADDS_FIRST = "tokenizer.ggml.add_bos_token"
 
 _GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _BYTES = _GPT2 | {"use_regex": False}
@@ -79,49 +85,72 @@ def tokenizer_json(metadata: Metadata) -> str | None:
     """
     if metadata.has("tokenizer.huggingface.json"):
         return metadata.text("tokenizer.huggingface.json")
-    kind = metadata.text("tokenizer.ggml.model", "none")
-    if kind == "none":
+    model = metadata.text("tokenizer.ggml.model", "none")
+    if model == "none":
         return None
-    if kind != "gpt2":
+    if model not in _MODELS:
         raise metadata.unsupported(
             "tokenizer.ggml.model",
-            "only 'gpt2', byte-level BPE, is read out of a file: put the model's tokenizer.json beside it",
+            "'gpt2', byte-level BPE, and 'llama' and 'gemma4', BPE of SentencePiece, are read out of a file: put the "
+            "model's tokenizer.json beside it",
         )
-    name = metadata.text("tokenizer.ggml.pre", "default")
-    if name not in _RULES:
-        raise metadata.unsupported(
-            "tokenizer.ggml.pre", f"known are {', '.join(_RULES)}: put the model's tokenizer.json beside the file"
-        )
-    rule = _RULES[name]
+    rule = _rule(metadata) if model == "gpt2" else None
     tokens, kinds = _vocabulary(metadata)
+    if rule is not None:
+        described, first = _byte_level(metadata, rule, tokens), metadata.flag(_ADDS_FIRST, False)
+    else:
+        stored, tokens = tokens, sentence_pieces.spelled(tokens)
+        # Runs of spaces are joined like other tokens: they are not looked for in a text, which has no marks yet.
+        kinds = [_NORMAL if token != own else kind for token, own, kind in zip(stored, tokens, kinds, strict=True)]
+        is_llama = model == "llama"
+        prefix = metadata.flag("tokenizer.ggml.add_space_prefix", is_llama)
+        described = sentence_pieces.description(metadata, tokens, kinds, prefix=prefix)
+        # Gemma 4's own tokenizer leaves its first token to the chat template, whatever files say.
+        first = is_llama and metadata.flag(_ADDS_FIRST, True)
     return json.dumps(
         {
             "version": "1.0",
             "truncation": None,
             "padding": None,
             "added_tokens": [
-                _added_token(token_id, tokens[token_id], special=kind == _CONTROL)
+                _added_token(token_id, tokens[token_id], special=kind != _USER_DEFINED)
                 for token_id, kind in enumerate(kinds)
-                if kind in (_CONTROL, _USER_DEFINED)
+                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
             ],
-            "normalizer": rule.normalizer,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": rule.splitters},
-            "post_processor": _post_processor(metadata, tokens),
-            "decoder": _GPT2,
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": rule.ignore_merges,
-                "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-                "merges": [_pair(metadata, merge) for merge in metadata.texts("tokenizer.ggml.merges")],
-            },
+            "post_processor": _post_processor(metadata, tokens) if first else None,
+            **described,
         }
     )
+
+
+def _rule(metadata: Metadata) -> _Rule:
+    name = metadata.text("tokenizer.ggml.pre", "default")
+    if name not in _RULES:
+        raise metadata.unsupported(
+            "tokenizer.ggml.pre", f"known are {', '.join(_RULES)}: put the model's tokenizer.json beside the file"
+        )
+    return _RULES[name]
+
+
+def _byte_level(metadata: Metadata, rule: _Rule, tokens: list[str]) -> dict[str, Any]:
+    """Return what tokenizer.json says of byte-level BPE, as `sentence_pieces.description`."""
+    return {
+        "normalizer": rule.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": rule.splitters},
+        "decoder": _GPT2,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": rule.ignore_merges,
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+            "merges": sentence_pieces.merges_of_file(metadata),
+        },
+    }
 
 
 def named_tokens(metadata: Metadata) -> dict[str, str]:
@@ -142,7 +171,7 @@ def _vocabulary(metadata: Metadata) -> tuple[list[str], list[int]]:
     the embedding up to a round number of rows."""
     tokens = metadata.texts("tokenizer.ggml.tokens")
     key = "tokenizer.ggml.token_type"
-    kinds = metadata.integers(key) if metadata.has(key) else [1] * len(tokens)
+    kinds = metadata.integers(key) if metadata.has(key) else [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise DataLoss(f"{metadata.path}: {key} has {len(kinds)} entries for {len(tokens)} tokens", field=key)
     while kinds and kinds[-1] == _UNUSED:
@@ -160,10 +189,8 @@ def _token(metadata: Metadata, tokens: list[str], name: str) -> str:
     return tokens[token_id]
 
 
-def _post_processor(metadata: Metadata, tokens: list[str]) -> dict[str, Any] | None:
-    """Return what puts the first token before every text, where the file asks for one."""
-    if not metadata.flag("tokenizer.ggml.add_bos_token", False):
-        return None
+def _post_processor(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
+    """Return what puts the first token before every text."""
     token = _token(metadata, tokens, "bos")
     first, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     return {
@@ -184,13 +211,3 @@ def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
         "normalized": False,
         "special": special,
     }
-
-
-def _pair(metadata: Metadata, merge: str) -> list[str]:
-    pair = merge.split(" ")
-    if len(pair) != 2:
-        raise DataLoss(
-            f"{metadata.path}: tokenizer.ggml.merges has {merge[:40]!r}; it must be two tokens with a space between",
-            field="tokenizer.ggml.merges",
-        )
-    return pair

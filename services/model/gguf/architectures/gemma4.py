@@ -13,10 +13,12 @@ from services.model.gguf.architectures import gemma3
 from services.model.gguf.architectures.llama import DIVISORS, read_numbers
 from services.model.gguf.container import GgufTensor
 from services.model.gguf.metadata import Metadata
-from services.model.gguf.tensors import StoredTensor
+from services.model.gguf.tensors import stored_unchanged
 
 _HEAD_DIM, _KV_HEADS = "{arch}.attention.key_length", "{arch}.attention.head_count_kv"
 _INNER = "{arch}.feed_forward_length"
+
+stored_tensor = stored_unchanged
 
 
 def read_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -72,11 +74,6 @@ def tensor_names() -> Mapping[str, str]:
         "ffn_down_exps.weight": "experts.down_proj",
         "ffn_down_exps.scale": "router.per_expert_scale",
     }
-
-
-def stored_tensor(_name: str, tensor: GgufTensor, _config: Mapping[str, Any]) -> StoredTensor:
-    """Return a tensor, of which nothing was changed."""
-    return StoredTensor(tensor, tensor.shape)
 
 
 def _turning(metadata: Metadata, tensors: Mapping[str, GgufTensor], head_dim: int) -> float:

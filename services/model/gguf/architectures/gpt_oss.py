@@ -10,7 +10,9 @@ from typing import Any
 from services.model.gguf.container import GgufTensor
 from services.model.gguf.decoder_config import DECODER_NAMES, EXPERTS_NAMES, decoder_config, experts_config
 from services.model.gguf.metadata import Metadata
-from services.model.gguf.tensors import StoredTensor
+from services.model.gguf.tensors import stored_unchanged
+
+stored_tensor = stored_unchanged
 
 
 def read_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -42,8 +44,3 @@ def tensor_names() -> Mapping[str, str]:
         "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
         "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
     }
-
-
-def stored_tensor(_name: str, tensor: GgufTensor, _config: Mapping[str, Any]) -> StoredTensor:
-    """Return a tensor, of whose numbers none was changed."""
-    return StoredTensor(tensor, tensor.shape)

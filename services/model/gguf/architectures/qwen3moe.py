@@ -10,7 +10,9 @@ from typing import Any
 from services.model.gguf.container import GgufTensor
 from services.model.gguf.decoder_config import DECODER_NAMES, EXPERTS_NAMES, decoder_config, experts_config
 from services.model.gguf.metadata import Metadata
-from services.model.gguf.tensors import StoredTensor
+from services.model.gguf.tensors import stored_unchanged
+
+stored_tensor = stored_unchanged
 
 
 def read_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -27,8 +29,3 @@ def read_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[s
 def tensor_names() -> Mapping[str, str]:
     """Return the names of a layer's tensors."""
     return DECODER_NAMES | EXPERTS_NAMES | {"ffn_norm": "post_attention_layernorm"}
-
-
-def stored_tensor(_name: str, tensor: GgufTensor, _config: Mapping[str, Any]) -> StoredTensor:
-    """Return a tensor, of which nothing was changed."""
-    return StoredTensor(tensor, tensor.shape)

@@ -169,7 +169,7 @@ def test_settings_beside_a_file_win_key_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("add", "error", "reason"),
     [
-        (lambda writer: writer.add_tokenizer_model("llama"), Unimplemented, "put the model's tokenizer.json beside it"),
+        (lambda writer: writer.add_tokenizer_model("t5"), Unimplemented, "put the model's tokenizer.json beside it"),
         (
             lambda writer: (writer.add_tokenizer_model("gpt2"), writer.add_tokenizer_pre("poro-chat")),
             Unimplemented,
