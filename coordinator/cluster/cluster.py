@@ -124,7 +124,7 @@ class Cluster:
         """
         self._plan, self.launch, self._wait_s = plan, launch, wait_s
         self.lost_after_s = lost_after_s
-        self._choose_split, self._exact = choose_split, exact
+        self._choose_split, self.exact = choose_split, exact
         self._peers = Peers(lost_after_s=lost_after_s, security=launch.security, transport=launch.transport)
         self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
         self._losses = Losses(self._peers, len(plan.stages))
@@ -223,7 +223,7 @@ class Cluster:
                 holder_id=own_holder().holder_id,
                 grammar=grammar,
                 trace=trace,
-                batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
+                batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self.exact else None,
             )
         )
 

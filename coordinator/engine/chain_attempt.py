@@ -23,6 +23,7 @@ from coordinator.engine.step_times import StageShare, StepTaken, batch_taken, se
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
 from services.errors import OUT_OF_MEMORY, InternalError, error_named
+from services.messages.description import StepEngine
 from services.messages.steps import (
     Commit,
     Event,
@@ -59,9 +60,22 @@ steps which follow by themselves: where texts begin to repeat themselves, that i
 CHUNKS_IN_FLIGHT = 4
 """Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
 
-REPLAY_ROWS = 16
+REPLAY_ROWS, LONG_REPLAY_ROWS = 16, 64
 """Rows of a step that computes known tokens of an answer anew. They are verified like a block of a draft, so that each
-has the bits that it had in a step of its own, wherever rows do not depend on others."""
+has the bits that it had in a step of its own, wherever rows do not depend on others.
+
+The longer ones take a third of the time off, and are for plain torch, where rounding depends on a step's rows in any
+case. Batch-invariant sessions keep the number of rows that their products are made of, layers that are recurrent would
+need memory for each row, and GPUs have captured steps of so few."""
+
+
+def replay_rows(cluster: Cluster) -> int:
+    """Return the rows of a step that computes known tokens anew on these stages."""
+    targets = [worker.target for worker in cluster.workers]
+    takes_long = all(
+        target is not None and target.step_engine is StepEngine.TORCH and target.state_trimmable for target in targets
+    )
+    return LONG_REPLAY_ROWS if takes_long and not cluster.exact else REPLAY_ROWS
 
 
 class ChainAttempt:
@@ -87,6 +101,7 @@ class ChainAttempt:
         self._request, self._looked_up_at = state.request, looked_up_at
         self._chunk = self._request.prefill_chunk or chunk_for(cluster.workers)
         draft = cluster.draft
+        self._replay_rows = replay_rows(cluster)
         self._draft_reach = 0 if draft is None else draft.max_position
         # All tokens that the session has committed or will, also those behind the answer's end.
         self._sequence: list[int] = [*self._request.prompt_ids, *state.token_ids]
@@ -130,13 +145,13 @@ class ChainAttempt:
     async def _open(self) -> StageSession:
         request, block_size = self._request, self._state.speculation.block_size
         length = len(request.prompt_ids)
-        replay_rows = REPLAY_ROWS if self._state.token_ids else 1
+        replayed = self._replay_rows if self._state.token_ids else 1
         lookup_rows = 1 if self._state.lookup is None else BLOCK_ROWS
         return await self._cluster.open(
             request_id=request.request_id,
             max_length=length + request.max_tokens,
-            max_rows=max(self._chunk, block_size, replay_rows, lookup_rows),
-            block_rows=max(block_size, replay_rows, lookup_rows),
+            max_rows=max(self._chunk, block_size, replayed, lookup_rows),
+            block_rows=max(block_size, replayed, lookup_rows),
             prompt_length=length,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
@@ -256,7 +271,7 @@ class ChainAttempt:
         known = [*self._request.prompt_ids, *self._state.token_ids]
         end, kind = len(known) - 1, StepKind.VERIFY
         while self._length < end:
-            most = REPLAY_ROWS if kind is StepKind.VERIFY else self._chunk
+            most = self._replay_rows if kind is StepKind.VERIFY else self._chunk
             rows = tuple(known[self._length : min(self._length + most, end)])
             if kind is StepKind.VERIFY and len(rows) == 1:
                 kind = StepKind.DECODE

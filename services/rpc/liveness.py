@@ -36,9 +36,12 @@ SERVICE = pb.DESCRIPTOR.services_by_name["LivenessService"].full_name
 BEAT_S = 0.25
 """Between two heartbeats of a worker, and two looks at whether any have come.
 
-All processes of a host send at the multiples of it by the host's clock, and look in the middle between two: a process
-wakes up once for all of its peers, and no look comes when heartbeats do.
+All processes of a host send at the multiples of it by the host's clock: a process wakes up once for all of its peers.
 """
+
+LOOK_SHARE = 0.8
+"""How far the time is towards the next heartbeat when a process looks: one that comes late is there by then, and none
+that comes early is."""
 
 LOST_AFTER_S = 2.0
 """How long nothing need have been heard by default of a worker whose heartbeats came regularly, until it is lost."""
@@ -476,7 +479,7 @@ class Heartbeats:
     async def _look(self) -> None:
         """Look again and again whether heartbeats and answers come, until they don't."""
         while (fault := self._fault()) is None or self._is_starved():
-            await asyncio.sleep(until_next(0.5))
+            await asyncio.sleep(until_next(LOOK_SHARE))
             self._regularity.look()
             self._answers.look()
             if self._regularity.silent_s >= SUSPECTED_S:

@@ -268,6 +268,7 @@ class ScriptedCluster:
     addresses = (PLACE.address,)
     launch = DEFAULT_LAUNCH
     draft_address = None
+    exact = False
 
     def __init__(self, script: Script | None = None, *, block_size: int = 0, vocab_size: int = START + 1) -> None:
         self.script = script or Script()

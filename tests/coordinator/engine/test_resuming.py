@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from coordinator.answer import Answer, Piece
 from coordinator.engine import generation
 from coordinator.engine.generation import MOST_RESUMPTIONS, Generation
 from services.errors import FlashsplitError, InternalError, ResourceExhausted, Unavailable
+from services.messages.description import StepEngine
 from services.messages.steps import Failure, FailureReason, StepKind
 from tests.coordinator.fakes import PLACE, Script, ScriptedCluster, byte_tokenizer, request, says
 
@@ -157,3 +159,29 @@ async def test_an_answer_of_a_process_that_has_ended(stop: tuple[str, ...], bloc
         assert answer.stats.resumed == 1
         is_complete = sum(len(piece.token_ids) for piece in told[:count]) == len(whole.token_ids)
         assert len(cluster.sessions) == (0 if is_complete else 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "exact", "rows"),
+    [
+        ({"state_trimmable": True}, False, [64, 16]),
+        ({"state_trimmable": True}, True, [16] * 5),
+        ({"state_trimmable": False}, False, [16] * 5),
+        ({"state_trimmable": True, "step_engine": StepEngine.KERNELS}, False, [16] * 5),
+    ],
+    ids=["plain torch", "exact", "recurrent", "kernels"],
+)
+async def test_how_many_known_tokens_are_computed_a_step(fields: dict[str, Any], exact: bool, rows: list[int]) -> None:
+    """Long steps where rounding depends on their rows in any case, and no memory is needed for each row."""
+    said = says(TEXT * 3)
+    cluster = ScriptedCluster(Script(said, failures=Once({81: BROKEN})))
+    [worker] = cluster.workers
+    assert worker.target is not None
+    cluster.workers = (replace(worker, target=replace(worker.target, **fields)),)
+    cluster.exact = exact
+    _, answer = await answered(cluster, prompt="hi there", max_tokens=len(said))
+    assert answer.token_ids == said
+    _, second = cluster.sessions
+    replayed = [len(forward.token_ids) for forward in second.forwards if forward.kind is StepKind.VERIFY]
+    assert replayed == rows
+    assert second.opening["block_rows"] == max(rows)

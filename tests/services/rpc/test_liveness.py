@@ -24,6 +24,7 @@ from services.rpc.liveness import (
     LEAVING_S,
     LOADING_S,
     LONGEST_S,
+    LOOK_SHARE,
     SILENT_S,
     WORKER_SILENT,
     Life,
@@ -361,7 +362,7 @@ async def test_who_sends_heartbeats_to_a_worker(address: str | None, callers: in
     lost.cancel()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [0.0, LOOK_SHARE])
 def test_all_processes_of_a_host_wake_up_at_the_same_times(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At multiples of BEAT_S or between two, whenever they were asked; not at once behind a timer that came early."""
     for number in range(100):
