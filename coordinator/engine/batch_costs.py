@@ -166,6 +166,9 @@ class BatchCosts:
     def join(self, answer: Hashable) -> None:
         """Count an answer that begins."""
         self._now[answer] = 0
+        if len(self._now) == 2:
+            # What one answer's draft tokens take of all was not asked before.
+            self._prices = None
 
     def leave(self, answer: Hashable) -> None:
         """Forget an answer that is not decoded any more."""
@@ -273,8 +276,11 @@ class BatchCosts:
         if len(known) < 2:
             return None
         stale = self._observed - self._looked_at >= max(len(self._now), 8)
-        if self._prices is None or stale or any(length not in self._prices.seconds for length in lengths):
-            self._looked_at, self._prices = self._observed, self._looked_for(lengths)
+        prices = self._prices
+        if prices is None or stale or any(length not in prices.seconds for length in lengths):
+            # Those that were asked for before will be again.
+            asked = {*lengths, *(() if prices is None else prices.seconds)}
+            self._looked_at, self._prices = self._observed, self._looked_for(asked)
         return self._prices
 
     def _looked_for(self, lengths: Iterable[int]) -> _Prices:
@@ -288,7 +294,7 @@ class BatchCosts:
         }
         rates = {length: sessions * expected_tokens(self.survival, length) / seconds[length] for length in lengths}
         best = max(rates, key=rates.__getitem__)
-        if best:
+        if best or not self.shared:
             # All of them draft: each pays its share.
             more = {length: (seconds[length] - seconds[0]) / sessions for length in lengths}
         else:
@@ -345,8 +351,14 @@ def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: flo
         parts = _parts(one.sessions, one.draft_tokens, proposed=one.proposed)
         samples.append((parts, one.seconds, 1 / (one.seconds**2 * (1 + FAR * far**2))))
     at = _parts(sessions, draft_tokens, proposed=proposed)
+    # Of all parts once: which of them are chosen only leaves out some of these sums.
+    sums = [
+        [sum(w * x[i] * x[j] for x, _, w in samples) for j in range(len(at))]
+        + [sum(w * x[i] * y for x, y, w in samples)]
+        for i in range(len(at))
+    ]
     for chosen in _CHOSEN:
-        fitted = _fitted([(tuple(x[part] for part in chosen), y, weight) for x, y, weight in samples])
+        fitted = _fitted(sums, chosen)
         if fitted is not None and all(one >= 0 for one in fitted):
             return sum(share * at[part] for share, part in zip(fitted, chosen, strict=True))
     return min(seconds for _, seconds, _ in samples)
@@ -356,16 +368,14 @@ def _parts(sessions: float, draft_tokens: float, *, proposed: bool) -> tuple[flo
     return 1.0, sessions, draft_tokens, float(draft_tokens > 0), float(proposed)
 
 
-def _fitted(samples: Sequence[tuple[tuple[float, ...], float, float]]) -> list[float] | None:
-    """Return the factors with which x comes nearest to y by least squares, None where nothing tells them apart.
+def _fitted(sums: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:
+    """Return the factors with which the chosen parts of x come nearest to y by least squares, None where nothing tells
+    them apart.
 
-    samples: of each measurement x, y and its weight.
+    sums: over all measurements, of the product of each part with each one and with y at the end, times their weights.
     """
-    size = len(samples[0][0])
-    rows = [
-        [sum(w * x[i] * x[j] for x, _, w in samples) for j in range(size)] + [sum(w * x[i] * y for x, y, w in samples)]
-        for i in range(size)
-    ]
+    size = len(chosen)
+    rows = [[*(sums[i][j] for j in chosen), sums[i][-1]] for i in chosen]
     scales = [rows[i][i] for i in range(size)]
     for i in range(size):
         if rows[i][i] <= 1e-6 * scales[i]:
