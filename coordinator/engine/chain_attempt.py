@@ -55,7 +55,8 @@ READ_TOKENS = 4096
 
 UNPROMISING = 2.0
 """How many times the root of the tokens that came since looking up was last worth it are the tokens that may come by
-steps which follow by themselves: where texts begin to repeat themselves, that is seen so much later."""
+steps which follow by themselves, where those cannot be ended meanwhile: where texts begin to repeat themselves, that is
+seen so much later. Where they can, as many may come as came."""
 
 CHUNKS_IN_FLIGHT = 4
 """Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
@@ -372,7 +373,8 @@ class ChainAttempt:
             most = min(most, steady - 1)
         if self._state.lookup is not None:
             # The longer looking up was of no use, the more steps may follow that verify nothing that was looked up.
-            follow = int(UNPROMISING * math.sqrt(self._unpromising) / speculation.expected_tokens)
+            tokens = self._unpromising if steers else UNPROMISING * math.sqrt(self._unpromising)
+            follow = int(tokens / speculation.expected_tokens)
             most = min(most, follow if self._promised else max(1, follow))
         return max(0, most)
 
