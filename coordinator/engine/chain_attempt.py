@@ -362,7 +362,8 @@ class ChainAttempt:
         if bool(draft_tokens) != bool(propose) and (steady is not None or not steers):
             return 0
         if steers:
-            most = MOST_MORE_STEPS
+            # Each comes to a token at least.
+            most = min(MOST_MORE_STEPS, self._state.remaining)
         elif propose:
             most = MORE_STEPS
             if speculation.costs.shared:

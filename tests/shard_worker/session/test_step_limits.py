@@ -88,7 +88,7 @@ def always(_: object) -> bool:
     return True
 
 
-async def assert_alike(chain: Chain, seed: int, proposes: Sequence[Sequence[int]], count: int = 40) -> None:
+async def assert_alike(chain: Chain, seed: int, proposes: Sequence[Sequence[int]], count: int = 28) -> None:
     """Sessions whose steps are changed at random come to the tokens of plain steps that were sent one by one.
 
     proposes: for each session, among which the numbers of its draft tokens are; none where it has no draft.
