@@ -15,6 +15,7 @@ import torch
 from services.errors import Unimplemented
 from services.model.gguf.blocks import SERVED, BlockType
 from shard_worker.weights.gguf_grids import grid
+from shard_worker.weights.integers import halved_powers
 from shard_worker.weights.packed import (
     BLOCK_COLUMNS,
     E2M1_DOUBLED,
@@ -275,10 +276,7 @@ def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
 
 
 def _mxfp4(blocks: torch.Tensor) -> _Blocks:
-    exponents = blocks[:, :1].int()
-    # Half of 2 ** (e - 127), by its bits: for the two smallest it is a subnormal number, in bfloat16 too.
-    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
-    return _Blocks(blocks[:, 1:], bits.view(torch.float32).bfloat16())
+    return _Blocks(blocks[:, 1:], halved_powers(blocks[:, :1]))
 
 
 def _nvfp4(blocks: torch.Tensor) -> _Blocks:

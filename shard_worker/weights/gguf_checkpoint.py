@@ -64,9 +64,7 @@ class GgufCheckpoint(Checkpoint):
         return in_memory(self.unread(name, device, dtype))
 
     def unread(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
-        stored, header = self._stored[name], self.headers[name]
-        assert header.packed is not None
-        rows, columns = header.shape
+        stored, (rows, columns) = self._stored[name], self.shape(name)
         data = _rows(stored.tensor, at_once=True)
         order = None if stored.rows is None or stored.rows.is_same else _row_order(stored.rows)
 
@@ -75,8 +73,8 @@ class GgufCheckpoint(Checkpoint):
             self._check_numbers(name, part)
             return part
 
-        kind, row_bytes = (stored.tensor.type.name, stored.scale is None), header.packed.loaded_bytes / rows
-        weight = UnreadWeight([StoredRows(rows, read)], columns, kind, row_bytes, dtype=dtype, device=device)
+        kind = (stored.tensor.type.name, stored.scale is None)
+        weight = UnreadWeight([StoredRows(rows, read)], columns, kind, dtype=dtype, device=device)
         if stored.columns is None or stored.columns.is_same:
             return weight
         heads = torch.tensor(stored.columns.heads, device=device)

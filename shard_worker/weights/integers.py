@@ -48,6 +48,16 @@ def e2m1_weight(pairs: torch.Tensor, scales: GroupNumbers, dtype: torch.dtype) -
     return PackedWeight(packing, held, scales, dtype=dtype)
 
 
+def halved_powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Return half of 2 ** (e - 127) for exponents of 8 bits, as MXFP4 has them, in bfloat16, which holds all of them.
+
+    They are made of their bits: for the two smallest it is a subnormal number.
+    """
+    whole = exponents.int()
+    bits = torch.where(whole < 2, 0x00200000 << whole, (whole - 1) << 23)
+    return bits.view(torch.float32).bfloat16()
+
+
 def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
     """Return the bytes of words of 32 bits, uint8 with 4 times the words' last extent, lowest bits first: codes of 8
     bits, or pairs of codes of 4."""

@@ -26,6 +26,7 @@ from services.model.stored_experts import experts_apart
 from services.model.tensor_headers import TensorHeader
 from shard_worker.weights.checkpoint import Checkpoint, read_file_ahead
 from shard_worker.weights.formats import StoredParts, weight_format
+from shard_worker.weights.unread import in_memory
 from shard_worker.weights.weight import Weight
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -84,6 +85,9 @@ class SafetensorsCheckpoint(Checkpoint):
         return whole[part.rows].flatten(min(1, whole.dim() - 1)).contiguous()
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        return in_memory(self.unread(name, device, dtype))
+
+    def unread(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         header = self.headers[name]
         assert header.packed is not None
         rows, columns = header.shape

@@ -44,29 +44,28 @@ class UnreadWeight(Weight):
     """A matrix [rows, columns] to be read, of rows of one or several stored ones.
 
     sources: the stored ones, one below the other, read in one form. kind: equal for those whose rows can stand in one
-    matrix. row_bytes: what a row takes in memory, packed.
+    matrix.
     """
 
-    __slots__ = ("__dict__", "columns", "device", "dtype", "kind", "row_bytes", "rows", "sources")
+    __slots__ = ("__dict__", "columns", "device", "dtype", "kind", "rows", "sources")
 
     def __init__(
         self,
         sources: Sequence[StoredRows],
         columns: int,
         kind: Hashable,
-        row_bytes: float,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """dtype: of the activations that it takes and gives. device: where it will be."""
-        self.sources, self.columns, self.kind, self.row_bytes = tuple(sources), columns, kind, row_bytes
+        self.sources, self.columns, self.kind = tuple(sources), columns, kind
         self.rows, self.dtype, self.device = sum(source.count for source in sources), dtype, device
 
     @property
     def nbytes(self) -> int:
         """Memory that it will take, in bytes."""
-        return round(self.rows * self.row_bytes)
+        return self.rows * self.form.nbytes
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -135,7 +134,7 @@ class UnreadWeight(Weight):
         return self._of([source for one in (self, *alike) for source in one.sources])
 
     def _of(self, sources: Sequence[StoredRows]) -> UnreadWeight:
-        return UnreadWeight(sources, self.columns, self.kind, self.row_bytes, dtype=self.dtype, device=self.device)
+        return UnreadWeight(sources, self.columns, self.kind, dtype=self.dtype, device=self.device)
 
 
 def in_memory(weight: Weight) -> Weight:

@@ -7,7 +7,7 @@ by, once. Which tensors those are is found by `services.model.packings`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -17,8 +17,12 @@ import torch
 from services.errors import DataLoss
 from services.model.tensor_headers import PackedMatrix
 from shard_worker.weights.integers import split_pairs
-from shard_worker.weights.packed import are_finite
+from shard_worker.weights.packed import PackedWeight, are_finite
+from shard_worker.weights.unread import StoredRows, UnreadWeight
 from shard_worker.weights.weight import ReorderedWeight, Weight
+
+Rows = slice | torch.Tensor
+"""Some rows of a matrix: a run of them, or those at the indices int64 [n]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,20 @@ class StoredParts:
             raise self.damaged(role, "holds NaN or infinity; scales must be finite numbers")
         return scales
 
+    def unread(
+        self, role: str, make: Callable[[torch.Tensor, Rows], PackedWeight], kind: Hashable, dtype: torch.dtype
+    ) -> UnreadWeight:
+        """Return the matrix as one whose codes are read some rows at a time.
+
+        role: of the codes, one row of which is one of the matrix. make: makes some rows of the matrix of their codes,
+        which are its own, on the device; it is told which rows they are. kind: as of `UnreadWeight`. dtype: of the
+        activations that it takes and gives.
+        """
+        rows, columns = self.shape
+        stored = self.read(self.packed.parts[role])
+        source = StoredRows(rows, lambda some: make(stored[some].to(self.device, copy=True), some))
+        return UnreadWeight([source], columns, kind, dtype=dtype, device=self.device)
+
     def damaged(self, role: str, what: str) -> DataLoss:
         """Return the error for contents that a part cannot have. what: what it holds, and what it must hold."""
         name = self.packed.parts[role]
@@ -62,7 +80,8 @@ class WeightFormat(Protocol):
     """What a module of this package offers."""
 
     def load(self, parts: StoredParts, dtype: torch.dtype) -> Weight:
-        """Return the matrix on the parts' device. dtype: of the activations that it takes and gives.
+        """Return the matrix for the parts' device, in memory or to be read. dtype: of the activations that it takes and
+        gives.
 
         Raises DataLoss for contents that the format cannot have.
         """

@@ -17,6 +17,7 @@ from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
+from shard_worker.weights.unread import UnreadWeight, in_memory
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight
 from tests.reference import checkpoints, packed_checkpoints, storage
 from tests.shard_worker.packed import CASES, Packed
@@ -41,6 +42,7 @@ def test_logits_are_those_of_the_matrices_that_are_stood_for(
         torch.testing.assert_close(run([7]), expected([7]), rtol=1e-4, atol=1e-4)
     # CPUs have no fast product for packed matrices in float32 and unpack them at the end.
     monkeypatch.setattr(PackedWeight, "prepared", lambda self, **_: self)
+    monkeypatch.setattr(UnreadWeight, "prepared", lambda self, **_: in_memory(self))
     mlp = load_stage(path).segments[0].weights[0].mlp
     for weight in (mlp.gate_up, mlp.down):
         assert isinstance(weight.weight if isinstance(weight, ReorderedWeight) else weight, PackedWeight)
@@ -89,7 +91,7 @@ def test_the_matrix_is_the_one_stood_for(packed: Packed, name: str) -> None:
     }
     for name, header in checkpoint.headers.items():
         if header.packed is not None:
-            weight = checkpoint.weight(name, CPU, torch.float32)
+            weight = in_memory(checkpoint.weight(name, CPU, torch.float32))
             whole = weight.lookup(torch.arange(weight.rows))
             torch.testing.assert_close(whole, expected[name], rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(
@@ -111,7 +113,7 @@ def test_the_planner_counts_what_a_worker_takes(packed: Packed, name: str) -> No
     tensors = storage.load_tensors(path)
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("input_scale"))
 
-    head = open_checkpoint(path).weight("lm_head.weight", CPU, torch.float32)
+    head = in_memory(open_checkpoint(path).weight("lm_head.weight", CPU, torch.float32))
     assert load_stage(path).weight_bytes == size.weight_bytes
     assert size.head_bytes == size.draft_head_bytes(4) == head.nbytes
     assert size.draft_head_bytes(2) == (head.nbytes // 2 if isinstance(head, DenseWeight) else head.nbytes)
@@ -150,7 +152,8 @@ def test_zero_may_be_the_smallest_code(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fp8-f32-edges"])
 def test_kernels_know_every_format(packed: Packed, name: str) -> None:
     """In groups of usual sizes each is brought to a form that they multiply by."""
-    weight = open_checkpoint(packed(name)[0]).weight("model.layers.0.mlp.down_proj.weight", CPU, torch.bfloat16)
+    checkpoint = open_checkpoint(packed(name)[0])
+    weight = in_memory(checkpoint.weight("model.layers.0.mlp.down_proj.weight", CPU, torch.bfloat16))
     held = weight.weight if isinstance(weight, ReorderedWeight) else weight
     assert isinstance(held, PackedWeight)
     assert form_of(TiledWeight(held, tiling_of(held, lanes=True))).lanes

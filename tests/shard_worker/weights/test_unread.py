@@ -22,7 +22,7 @@ COLUMNS = 512
 def unread(weight: PackedWeight, kind: str) -> UnreadWeight:
     """Return a matrix as one that is to be read."""
     sources = [StoredRows(weight.rows, weight.select_rows)]
-    return UnreadWeight(sources, COLUMNS, kind, weight.nbytes / weight.rows, dtype=weight.dtype, device=CPU)
+    return UnreadWeight(sources, COLUMNS, kind, dtype=weight.dtype, device=CPU)
 
 
 def same(one: Weight, other: Weight) -> bool:
@@ -104,7 +104,7 @@ def test_of_a_matrix_no_more_than_a_part_is_read_at_a_time(monkeypatch: pytest.M
         asked.append(part.rows)
         return part
 
-    to_read = UnreadWeight([StoredRows(512, read)], COLUMNS, "Q8_0", 1, dtype=torch.bfloat16, device=CPU)
+    to_read = UnreadWeight([StoredRows(512, read)], COLUMNS, "Q8_0", dtype=torch.bfloat16, device=CPU)
     assert not asked
     monkeypatch.setattr(cpu_int4, "_BROUGHT_AT_A_TIME", 64 * COLUMNS)
     to_read.prepared()
