@@ -14,6 +14,22 @@ from tests.coordinator.fakes import Script, ScriptedCluster, ScriptedSession, en
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
+class Memory(dict[int, ResourceExhausted]):
+    """Failures of a script: steps find no memory where the rows of all open sessions have it. sessions: of the cluster
+    whose script it is."""
+
+    def __init__(self, room_for: int) -> None:
+        self._room_for = room_for
+        self.sessions: list[ScriptedSession] = []
+
+    def get(self, key: int, default: object = None) -> object:
+        opened = (session for session in self.sessions if not session.closed)
+        if sum(len(forward.token_ids) for session in opened for forward in session.forwards) <= self._room_for:
+            return default
+        full = f"{self._room_for} of {self._room_for} rows are in use"
+        return ResourceExhausted(f"no memory is left for keys and values: {full}", reason=OUT_OF_MEMORY)
+
+
 async def settled() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -121,21 +137,9 @@ async def test_one_that_is_cancelled_leaves_its_place() -> None:
 async def test_more_answers_than_there_is_memory_for(room_for: int) -> None:
     """Each takes 46 tokens of a memory for so many; all come to the same end, and no one takes memory that is not
     there."""
-    sessions: list[ScriptedSession] = []
-
-    class Scarce(dict[int, ResourceExhausted]):
-        """Steps find no memory where the rows of all open sessions have it."""
-
-        def get(self, key: int, default: object = None) -> object:
-            rows = sum(
-                len(forward.token_ids) for session in sessions if not session.closed for forward in session.forwards
-            )
-            if rows <= room_for:
-                return default
-            return ResourceExhausted("no memory is left for keys and values", reason=OUT_OF_MEMORY)
-
-    served = engine(Script(says(TEXT), failures=Scarce()), max_running=6)
-    sessions = cast(ScriptedCluster, served.cluster).sessions
+    memory = Memory(room_for)
+    served = engine(Script(says(TEXT), failures=memory), max_running=6)
+    sessions = memory.sessions = cast(ScriptedCluster, served.cluster).sessions
 
     async def answer() -> tuple[str | None, int]:
         async with served.answering(request()) as generation:
@@ -152,10 +156,11 @@ async def test_more_answers_than_there_is_memory_for(room_for: int) -> None:
 
 
 async def test_an_answer_that_fits_nowhere_ends_with_the_numbers() -> None:
-    error = ResourceExhausted("no memory is left for keys and values: 7 of 7 bytes are in use", reason=OUT_OF_MEMORY)
-    served = engine(Script(says(TEXT), failures={3: error}))
+    memory = Memory(7)
+    served = engine(Script(says(TEXT), failures=memory))
+    memory.sessions = cast(ScriptedCluster, served.cluster).sessions
     async with served.answering(request()) as generation:
-        with pytest.raises(ResourceExhausted, match="7 of 7 bytes are in use"):
+        with pytest.raises(ResourceExhausted, match="7 of 7 rows are in use"):
             async for _ in generation.pieces():
                 pass
     assert served.load.running == 0
