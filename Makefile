@@ -13,10 +13,11 @@ demo: $(VENV)/.run
 serve: $(VENV)/.run
 	$(BIN)/flashsplit serve --model deploy/demo/target --draft deploy/demo/draft --target-devices cpu,cpu
 
-# Two tests at a time, one thread each, keeps two cores busy; files stay whole, as many of them share their workers. What
-# some hundred processes import is compiled once, also where the environment says that Python is to keep nothing.
+# Three tests at a time, one thread each, keep two cores busy: many of them wait for other processes. Files stay whole, as
+# many of them share their workers. What some hundred processes import is compiled once, also where the environment says
+# that Python is to keep nothing.
 test: $(VENV)/.test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.lint proto
 	git diff --exit-code -- proto
