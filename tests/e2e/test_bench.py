@@ -330,12 +330,13 @@ def test_what_faults_on_named_devices_are_made_of() -> None:
     places = (*PAIR[:2], "--target-devices", "cpu,cpu,cpu", "--requests", 1, "--phases", "decode")
     found = json.loads(bench(*FAULTS, *NO_FAULTS, *places, *asked, timeout=240))
     assert [(row["fault"], row["answers"]) for row in found["rows"]] == [("kill", 1), ("drain", 1), ("reboot", 1)]
-    remedies = {(row["fault"], row["remedy"]) for row in found["recoveries"]}
-    assert remedies == {("kill", "restart"), ("reboot", "re-split")}
+    recoveries = {(row["fault"], row["remedy"]): row for row in found["recoveries"]}
+    assert set(recoveries) == {("kill", "restart"), ("reboot", "re-split")}
     for row in found["recoveries"]:
         assert 0 < row["known_ms"] < row["whole_ms"]
         assert row["load_ms"] > 0
-        assert (row["process_ms"] > 100) == (row["remedy"] == "restart")
+    # A process is started for the one alone; for the other those that run are called.
+    assert recoveries["kill", "restart"]["process_ms"] > 2 * recoveries["reboot", "re-split"]["process_ms"]
     [handed] = found["hand_overs"]
     assert handed["link_mb_per_s"] > 0
     assert (found["left"], found["wrong"], found["missed"]) == ([], [], [])
