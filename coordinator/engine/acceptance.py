@@ -14,15 +14,15 @@ FIRST_SHARE = 0.4
 
 
 class Acceptance:
-    """Discounted counts by place, each place's guess being that of the place before it.
+    """Discounted counts by place, each place's prior being the share of the place before it.
 
     A place that was hardly ever reached is so taken to be as good as the one before it, and not as the best there could
-    be. share_k = (guess_k * share_(k-1) + accepted_k) / (guess_k + reached_k), where the guess weighs `blocks` at
+    be. share_k = (prior_k * share_(k-1) + accepted_k) / (prior_k + reached_k), where the prior weighs `blocks` at
     first, and all three shrink by FORGETTING with each block that reaches the place (discounted averages as of Garivier
     and Moulines, "On Upper-Confidence Bound Policies for Switching Bandit Problems", 2011).
 
-    Where the guesses come from other answers, a text that is harder at the places that were reached is taken to be
-    harder behind them as well: the odds of all guesses are multiplied by one number, the likeliest one of Rasch's model
+    Where the priors come from other answers, a text that is harder at the places that were reached is taken to be
+    harder behind them as well: the odds of all priors are multiplied by one number, the likeliest one of Rasch's model
     ("Probabilistic Models for Some Intelligence and Attainment Tests", 1960), by one of Newton's steps from 1 on.
     """
 
@@ -35,7 +35,7 @@ class Acceptance:
         self._first = [*first[:places], *[None] * (places - len(first))]
         self._accepted = [0.0] * places
         self._reached = [0.0] * places
-        self._guess = [blocks] * places
+        self._prior_weight = [blocks] * places
         self._ease_variance = ease_variance
         self.surplus = self.information = 0.0
         """How many more draft tokens were accepted than the answers of others had it, and the variance of that if no
@@ -58,17 +58,17 @@ class Acceptance:
                 self._information += information
             self._accepted[place] = FORGETTING * self._accepted[place] + (place < accepted)
             self._reached[place] = FORGETTING * self._reached[place] + 1
-            self._guess[place] *= FORGETTING
+            self._prior_weight[place] *= FORGETTING
 
     @property
     def shares(self) -> list[float]:
         """Of the blocks that reach each place, those whose draft token there is accepted, in all likelihood."""
         shares, before = [], FIRST_SHARE
         ease = math.exp(self._ease_variance * self._surplus / (1 + self._ease_variance * self._information))
-        counts = zip(self._first, self._guess, self._accepted, self._reached, strict=True)
-        for first, guess, accepted, reached in counts:
+        counts = zip(self._first, self._prior_weight, self._accepted, self._reached, strict=True)
+        for first, weight, accepted, reached in counts:
             if first is not None:
                 before = ease * first / (1 - first + ease * first)
-            before = (guess * before + accepted) / (guess + reached)
+            before = (weight * before + accepted) / (weight + reached)
             shares.append(before)
         return shares

@@ -28,7 +28,7 @@ from coordinator.engine.batch_costs import PROBE_STEPS, BatchCosts, BatchTaken, 
 WARM_UP_STEPS = 2
 """Verify steps before the first choice."""
 
-GUESSED_BLOCKS = 2.0
+PRIOR_BLOCKS = 2.0
 """As how many of its own blocks how others began counts for an answer that is decoded alone: where drafts are good for
 most, two bad blocks are no reason to rest."""
 
@@ -165,7 +165,7 @@ class Speculation:
         """Return how many draft tokens the next step should verify. verifying: the one after it is meant, which the
         draft is asked for with a step that verifies some."""
         if not self.steps:
-            self._guess()
+            self._take_prior()
         place = int(verifying and self.is_trying)
         count = self._planned[place] if len(self._planned) > place else self._current
         limit = self.costs.limit if self.fixed is None else None
@@ -294,12 +294,12 @@ class Speculation:
         if self._tries < VERIFY_PROBES:
             self._planned.extend([draft_tokens, 0])
 
-    def _guess(self) -> None:
+    def _take_prior(self) -> None:
         """Take how the drafts of others began for what this one's does. Where they are decoded too, choose before the
         first step: a block that is too long is everybody's then."""
         if self._is_settled or not self.costs.knows_survival:
             return
-        blocks = 1.0 if self.costs.shared else GUESSED_BLOCKS
+        blocks = 1.0 if self.costs.shared else PRIOR_BLOCKS
         costs = self.costs
         self._acceptance = Acceptance(self.block_size - 1, costs.beginning, blocks, costs.ease_variance)
         values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)

@@ -49,15 +49,16 @@ def _targets(address: str) -> list[str]:
     hosts = [] if _is_literal(host) else _addresses(host)
     if not hosts:
         return [address]
-    for last in range(_TRIES, 0, -1):
+    tries = 1 if int(port) else _TRIES
+    while True:
+        tries -= 1
         try:
             found = _held_at_once(hosts, int(port))
         except OSError:
-            if int(port) or last == 1:
+            if not tries:
                 raise
         else:
             return [f"[{one}]:{at}" if ":" in one else f"{one}:{at}" for one, at in found] or [address]
-    raise AssertionError("the last try returns or raises")
 
 
 def _is_literal(host: str) -> bool:

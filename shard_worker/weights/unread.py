@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shard_worker.weights.packed import PackedWeight, prepared
-from shard_worker.weights.weight import StackedWeight, Weight, concatenate
+from shard_worker.weights.weight import StackedWeight, Weight, concatenate, runs_of_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,8 @@ class UnreadWeight(Weight):
 
     def _of_each(self, rows: slice) -> list[tuple[StoredRows, slice]]:
         """Return the sources that a run of rows is of, and which of the rows of each."""
-        first, last, step = rows.indices(self.rows)
-        assert step == 1
-        found, begin = [], 0
-        for source in self.sources:
-            own = slice(max(first - begin, 0), min(last - begin, source.count))
-            if own.start < own.stop:
-                found.append((source, own))
-            begin += source.count
-        return found
+        runs = runs_of_parts(rows, [source.count for source in self.sources])
+        return [(self.sources[index], own) for index, own in runs]
 
     @property
     def unsigned_bits(self) -> int | None:

@@ -227,15 +227,8 @@ class StackedWeight(Weight):
         """As `Weight.select_rows`, for a run of rows."""
         if isinstance(rows, torch.Tensor):
             raise TypeError("single rows cannot be taken out of matrices of unlike forms: select them before")
-        first, last, step = rows.indices(self.rows)
-        assert step == 1
-        kept, begin = [], 0
-        for part in self.parts:
-            own = slice(max(first - begin, 0), min(last - begin, part.rows))
-            if own.start < own.stop:
-                kept.append(part.select_rows(own))
-            begin += part.rows
-        return concatenate(kept)
+        runs = runs_of_parts(rows, [part.rows for part in self.parts])
+        return concatenate([self.parts[index].select_rows(own) for index, own in runs])
 
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         return StackedWeight((*self.parts, *others))
@@ -289,6 +282,22 @@ class ReorderedWeight(Weight):
 
     def prepared(self, *, unpacked: bool = True) -> Weight:
         return ReorderedWeight(self.weight.prepared(unpacked=unpacked), self.order)
+
+
+def runs_of_parts(rows: slice, counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return which parts a run of rows is of, in order, and which of each one's own rows.
+
+    rows: without a step, of all parts' rows below each other. counts: how many rows each part has.
+    """
+    first, last, step = rows.indices(sum(counts))
+    assert step == 1
+    found, begin = [], 0
+    for index, count in enumerate(counts):
+        own = slice(max(first - begin, 0), min(last - begin, count))
+        if own.start < own.stop:
+            found.append((index, own))
+        begin += count
+    return found
 
 
 def concatenate(parts: Sequence[Weight]) -> Weight:

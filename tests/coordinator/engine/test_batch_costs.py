@@ -86,7 +86,7 @@ def test_a_new_answer_is_judged_by_how_others_began() -> None:
     assert Speculation(BLOCK, costs).draft_tokens() == 0
 
 
-def test_a_guess_gives_way_to_the_first_steps() -> None:
+def test_a_prior_gives_way_to_the_first_steps() -> None:
     """Where the drafts of others are right from the beginning and those of a new answer are not, it stops at once; its
     steps do not follow by themselves before that is known."""
     costs = BatchCosts()
