@@ -72,6 +72,25 @@ _QWEN3_5: Mapping[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_GEMMA4: Mapping[str, Any] = {
+    **{key: value for key, value in _COMMON.items() if key != "hidden_act"},
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 262144,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+    "tie_word_embeddings": True,
+}
 TARGETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": {
         **_QWEN3,
@@ -177,29 +196,53 @@ TARGETS: Mapping[str, Mapping[str, Any]] = {
         "linear_num_value_heads": 48,
     },
     "gemma-4-31b": {
-        **{key: value for key, value in _COMMON.items() if key != "hidden_act"},
-        "architectures": ["Gemma4ForCausalLM"],
-        "model_type": "gemma4_text",
-        "hidden_activation": "gelu_pytorch_tanh",
+        **_GEMMA4,
         "hidden_size": 5376,
         "intermediate_size": 21504,
         "num_hidden_layers": 60,
         "num_attention_heads": 32,
         "num_key_value_heads": 16,
         "num_global_key_value_heads": 4,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "sliding_window": 1024,
-        "final_logit_softcapping": 30.0,
-        "vocab_size": 262144,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        },
-        "tie_word_embeddings": True,
+    },
+    "gemma-4-26b-a4b": {
+        **_GEMMA4,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+    "glm-4.5-air": {
+        **_COMMON,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": False,
     },
 }
 CAPTURES: Mapping[str, tuple[list[int], int]] = {
@@ -212,6 +255,8 @@ CAPTURES: Mapping[str, tuple[list[int], int]] = {
     "qwen3.5-9b": ([1, 8, 15, 22, 29], 248070),
     "qwen3.6-27b": ([1, 16, 31, 46, 61], 248070),
     "gemma-4-31b": ([1, 15, 29, 43, 57], 4),
+    "gemma-4-26b-a4b": ([1, 7, 14, 20, 27], 4),
+    "glm-4.5-air": ([1, 11, 22, 32, 43], 151551),
 }
 """Of each shape's draft: the 0-based target layers whose output it reads, and the id of its mask token."""
 
@@ -227,12 +272,13 @@ def draft_config(shape: str, kind: str = "dflash", vocabulary: int | None = None
     sliding = shape == "qwen3.6-27b"
     rope = target.get("rope_parameters", target)
     rope = rope.get("full_attention", rope)
+    hidden, beside = target["hidden_size"], "top_k_experts" in target
     return {
         **_COMMON,
         "model_type": "qwen3",
         **{key: target[key] for key in ("hidden_size", "vocab_size")},
-        # A target of experts alone doesn't have it.
-        "intermediate_size": target.get("intermediate_size", 3 * target["hidden_size"]),
+        # A target of experts alone doesn't have it, and beside experts a dense part is far smaller than a draft's.
+        "intermediate_size": 3 * hidden if beside else target.get("intermediate_size", 3 * hidden),
         "num_hidden_layers": 5,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,

@@ -12,7 +12,7 @@ from services.errors import FailedPrecondition
 from services.model.config import ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
-from shard_worker.model.layer_weights import DecoderWeights, ExpertsWeights, MlpWeights
+from shard_worker.model.layer_weights import DecoderWeights, ExpertsBesideWeights, ExpertsWeights
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
@@ -73,10 +73,10 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     """Return whether kernels on a device, which run there, have layers of all these forms.
 
     Their feed-forward part is SwiGLU or GeGLU without biases, or a mixture of experts whose matrices have one form and
-    are on the device. Otherwise plain torch serves, and the log says so once.
+    are on the device, or both beside each other. Otherwise plain torch serves, and the log says so once.
     """
     for weights in layers:
-        mlp = weights.mlp
+        mlp = weights.mlp.experts if isinstance(weights.mlp, ExpertsBesideWeights) else weights.mlp
         lack = None
         if weights.per_layer is not None:
             lack = "per-layer embeddings"
@@ -85,8 +85,6 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
                 lack = "experts in the host's memory"
             elif mlp.together is None:
                 lack = "experts that are in memory in unlike forms"
-        elif not isinstance(mlp, MlpWeights):
-            lack = "experts beside a dense part"
         elif mlp.gate_up_bias is not None:
             lack = "biases in SwiGLU"
         if lack is not None:

@@ -124,7 +124,7 @@ class ExpertsTogether:
     scores: float32 [experts, hidden], the router's, or one row more, the shared expert's gate. gate_up: [experts * 2 *
     size, hidden], gate rows first in each expert. down: [experts * hidden, size]. Packed ones have as many rows as
     `Weight.room_for` makes. gate_up_bias, down_bias: [experts * 2 * size] and [experts * hidden], None for none.
-    clamped: how all of them gate, None for plain SwiGLU.
+    clamped: how all of them gate, None for plain SwiGLU or, where that is true of `gelu`, GeGLU.
     """
 
     scores: torch.Tensor
@@ -133,6 +133,7 @@ class ExpertsTogether:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     clamped: ClampedSwiGlu | None = None
+    gelu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ class ExpertsBesideWeights:
     """The weights of a mixture of experts beside a dense part. All vectors are float32, [hidden] unless said.
 
     router_norm, experts_norm: of the norms of rows on their way to the router and to the experts. dense_output_norm,
-    experts_output_norm: of the norms behind each part. eps: of all norms.
+    experts_output_norm: of the norms behind each part. eps: of all norms. The scores of `experts.together` have the
+    router's norm in them.
     """
 
     dense: MlpWeights

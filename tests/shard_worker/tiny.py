@@ -147,6 +147,7 @@ BY_KERNELS = (
     "laguna",
     "gemma3",
     "gemma4",
+    "gemma4-experts",
 )
 """Checkpoints of every family whose steps kernels run."""
 

@@ -19,9 +19,15 @@ from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.block_convolution import convolve
 from shard_worker.model.kernels.heads import WIDEST_TILE, Heads, HeadShape, finish_apart
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
-from shard_worker.model.kernels.output_norm import add_normed
+from shard_worker.model.kernels.output_norm import add_both, add_normed, add_normed_for_two
 from shard_worker.model.kernels.step_parameters import Places
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights, MlpWeights
+from shard_worker.model.layer_weights import (
+    AttentionWeights,
+    DecoderWeights,
+    ExpertsBesideWeights,
+    ExpertsWeights,
+    MlpWeights,
+)
 from shard_worker.ops.rope import Rotation
 from shard_worker.weights.weight import Weight
 
@@ -83,20 +89,17 @@ def run(
         if weights.convolutions is not None:
             hidden, normed = _convolved(layers, index, normed, hidden, ropes, places[weights.kind], norms[index])
             continue
-        # `have_layers` says which there are kernels for.
-        assert isinstance(mlp, ExpertsWeights | MlpWeights)
         mixed = _mix(layers, index, normed, ropes, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         if weights.mixer_output_norm is not None:
-            assert isinstance(mlp, MlpWeights)
             _, made = linear(mixed, weights.mixer.out, bias=bias, norm=weights.mixer_output_norm, eps=layers.eps)
             assert isinstance(made, Normed)
-            hidden, normed = add_normed(made, hidden, weights.post_norm, layers.eps, then=mlp.gate_up)
-            assert isinstance(normed, Normed)
-            hidden, normed = _normed_mlp(layers, index, normed, hidden, norms[index], firsts[index])
+            hidden, normed = _normed_feed_forward(layers, index, made, hidden, norms[index], firsts[index])
             if index in capture:
                 captured.append(hidden)
             continue
+        # `have_layers` says which there are kernels for.
+        assert isinstance(mlp, ExpertsWeights | MlpWeights)
         hidden, normed = linear(
             mixed,
             weights.mixer.out,
@@ -133,16 +136,28 @@ def _gated(mlp: MlpWeights, normed: Normed) -> torch.Tensor | Normed | Summed:
     return gated if summed is None else summed
 
 
-def _normed_mlp(
-    layers: Layers, index: int, normed: Normed, hidden: torch.Tensor, then: torch.Tensor | None, first: Weight | None
+def _normed_feed_forward(
+    layers: Layers, index: int, made: Normed, hidden: torch.Tensor, then: torch.Tensor | None, first: Weight | None
 ) -> tuple[torch.Tensor, Normed | None]:
-    """Add what a dense part makes of rows, with a norm of its own. then: the weight of the norm behind the layer.
-    first: what the rows are multiplied by behind that."""
-    weights = layers.weights[index]
-    assert isinstance(weights.mlp, MlpWeights)
-    _, made = linear(_gated(weights.mlp, normed), weights.mlp.down, norm=weights.mlp_output_norm, eps=layers.eps)
-    assert isinstance(made, Normed)
-    return add_normed(made, hidden, then, layers.eps, scale=weights.output_scale, then=first)
+    """Add what a mixer made of rows, and what the part behind it makes, each with a norm of its own. then: the weight
+    of the norm behind the layer. first: what the rows are multiplied by behind that."""
+    weights, eps = layers.weights[index], layers.eps
+    mlp, behind, scale = weights.mlp, weights.mlp_output_norm, weights.output_scale
+    if isinstance(mlp, ExpertsBesideWeights):
+        norms, readers = (weights.post_norm, mlp.experts_norm), (mlp.dense.gate_up, experts.reads(mlp.experts))
+        hidden, normed, beside = add_normed_for_two(made, hidden, norms, eps, then=readers)
+        _, dense = linear(_gated(mlp.dense, normed), mlp.dense.down, norm=mlp.dense_output_norm, eps=mlp.eps)
+        _, mixed = experts.run(mlp.experts, beside, None, mlp.experts_output_norm, mlp.eps, None, routed=hidden)
+        assert isinstance(dense, Normed)
+        assert mixed is not None
+        assert behind is not None
+        return add_both(dense, mixed, behind, hidden, then, eps, scale=scale, then=first)
+    assert isinstance(mlp, MlpWeights)
+    hidden, entered = add_normed(made, hidden, weights.post_norm, eps, then=mlp.gate_up)
+    assert entered is not None
+    _, left = linear(_gated(mlp, entered), mlp.down, norm=behind, eps=eps)
+    assert isinstance(left, Normed)
+    return add_normed(left, hidden, then, eps, scale=scale, then=first)
 
 
 def _convolved(

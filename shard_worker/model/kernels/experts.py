@@ -20,6 +20,7 @@ from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels import matmul
 from shard_worker.model.kernels.codes import Form, form_of, packed_sums, wants_sums
+from shard_worker.model.kernels.elementwise import gated
 from shard_worker.model.kernels.matmul import (
     SQUARES_WIDTH,
     Config,
@@ -90,8 +91,8 @@ def _place(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    x, router, bias, choice_bias, squares, factors, partial, arrived, chosen, shares, taken, order, tiles, rows, hidden,
-    eps,
+    x, router, bias, choice_bias, scales, squares, factors, partial, arrived, chosen, shares, taken, order, tiles, rows,
+    hidden, eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     SCORED: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
     TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, SIGMOID: tl.constexpr, CAP: tl.constexpr,
@@ -101,6 +102,7 @@ def _route(
     """Score some experts for a tile of rows, over a part of their columns; the last of a tile's programs then chooses.
 
     bias: float32 [EXPERTS], of the scores; None for none. choice_bias: the same, of what experts are chosen by alone.
+    scales: float32 [EXPERTS], what each one's shares are multiplied by; None for nothing.
     SCORES: rows of the router, the shared expert's gate among them where it is GATED; ALL, PADDED: theirs and CHOSEN,
     rounded up. TOGETHER: rows that are chosen for at a time. SIGMOID: shares are each score's own, and not of a
     softmax. CAP: what scores are capped at, 0 for nothing. SCALE: what shares are multiplied by. PAIRS: as many as the
@@ -129,9 +131,9 @@ def _route(
         for start in range(0, tl.minimum(rows - tile * HEIGHT, HEIGHT), TOGETHER):
             some = start + tl.arange(0, TOGETHER)
             _choose(
-                bias, choice_bias, squares, factors, partial + tile * PARTS * HEIGHT * ALL, chosen, shares, taken,
-                order, tiles, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED, PARTS,
-                HEIGHT, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
+                bias, choice_bias, scales, squares, factors, partial + tile * PARTS * HEIGHT * ALL, chosen, shares,
+                taken, order, tiles, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED,
+                PARTS, HEIGHT, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
             )  # fmt: skip
         if PAIRS > 0:
             # What other threads chose is read.
@@ -142,7 +144,8 @@ def _route(
 
 @triton.jit
 def _choose(
-    bias, choice_bias, squares, factors, partial, chosen, shares, taken, order, tiles, first, some, rows, hidden, eps,
+    bias, choice_bias, scales, squares, factors, partial, chosen, shares, taken, order, tiles, first, some, rows,
+    hidden, eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     PARTS: tl.constexpr, HEIGHT: tl.constexpr, TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr,
@@ -202,6 +205,8 @@ def _choose(
         kept = kept / whole[:, None]
     if SCALE != 1.0:
         kept *= SCALE
+    if scales is not None:
+        kept *= tl.load(scales + found)
     at, is_pair = ms[:, None] * CHOSEN + js, present & (js < CHOSEN)
     tl.store(chosen + at, found, mask=is_pair)
     tl.store(shares + at, kept, mask=is_pair)
@@ -244,7 +249,8 @@ def _mix(
     if SHARED:
         acc = tl.fma(tl.load(shared + at, mask=kept, other=0.0).to(tl.float32), tl.load(taken + row), acc)
     # Rounded before it is added, as a product of its own would be.
-    acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
+    if residual is not None:
+        acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     result = acc.to(kind)
     tl.store(out + at, result, mask=kept)
     if THEN:
@@ -277,7 +283,7 @@ def _product(
     STAGES: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, SERIAL: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr,
     MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of one expert's rows by some rows of its matrix, and add their biases, where there are any.
 
@@ -285,9 +291,9 @@ def _product(
     before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups, and made_sums the sums of every
     SQUARES of its columns. Else x has rows sorted by expert, and made, float32 [parts, pairs, width], has them as the
     router chose them. LIMIT, ALPHA: of gates that are clamped, as of `ops.activation.clamped_swiglu`; LIMIT is 0 for
-    others. MIXED: the program with which a row's last expert is done adds all of them up. ALONE: no expert has more
-    than one tile. stride: rows of weight from one expert to the next. UNIT, SPLIT, SERIAL, FORM: as of the products in
-    `matmul`; a matrix that is not packed is not split.
+    others. GELU: in tanh's form, in place of SiLU. MIXED: the program with which a row's last expert is done adds all
+    of them up. ALONE: no expert has more than one tile. stride: rows of weight from one expert to the next. UNIT,
+    SPLIT, SERIAL, FORM: as of the products in `matmul`; a matrix that is not packed is not split.
     """
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(tiles + tile * 4)
@@ -373,7 +379,9 @@ def _product(
             if LIMIT > 0:
                 acc = tl.minimum(acc, LIMIT)
                 other = tl.minimum(tl.maximum(other, -LIMIT), LIMIT) + 1.0
-            result = (acc / (1.0 + tl.exp(-acc * ALPHA)) * other).to(made.dtype.element_ty)
+            result = (gated(acc, other, True) if GELU else acc / (1.0 + tl.exp(-acc * ALPHA)) * other).to(
+                made.dtype.element_ty
+            )
             tl.store(made + places[:, None] * width + ns[None, :], result, mask=kept)
             if made_sums is not None:
                 wide = tl.where(kept, result.to(tl.float32), 0.0)
@@ -399,15 +407,18 @@ def _product(
 def run(
     weights: ExpertsWeights,
     normed: Normed,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     norm: torch.Tensor | None,
     eps: float,
     then: Weight | None,
+    *,
+    routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
     """Return the residual [n, hidden] plus what a mixture makes of the rows, and these on their way into what follows.
 
-    normed: the rows, as they come to the mixture. norm, eps: of the norm that follows. then: what the rows are
-    multiplied by behind it, where that is known: they are given with the sums that it wants.
+    normed: the rows, as they come to the mixture. residual: None for nothing. norm, eps: of the norm that follows.
+    then: what the rows are multiplied by behind it, where that is known: they are given with the sums that it wants.
+    routed: what the router takes of the rows, which the same factors are due on; None for what comes to the mixture.
     """
     together = weights.together
     assert together is not None
@@ -425,8 +436,10 @@ def run(
 
     shared = None
     if weights.shared is not None:
-        gated, summed = linear(normed, weights.shared.gate_up, paired=True, then=weights.shared.down)
-        shared, _ = linear(gated if summed is None else summed, weights.shared.down)
+        inner, summed = linear(
+            normed, weights.shared.gate_up, paired=True, gelu=together.gelu, then=weights.shared.down
+        )
+        shared, _ = linear(inner if summed is None else summed, weights.shared.down)
     chosen, order = empty(pairs, dtype=torch.int32), empty(pairs, dtype=torch.int32)
     shares, taken = empty(pairs), empty(rows)
     slots = pairs if one_tile else pairs // height + experts
@@ -443,7 +456,8 @@ def run(
     factors = empty(rows) if normed.factors is None else normed.factors
     sigmoid = weights.sigmoid
     _route[(triton.cdiv(len(scores), _SCORED), parts, row_tiles)](
-        x, scores, weights.router_bias, weights.choice_bias, normed.squares, factors,
+        x if routed is None else routed, scores, weights.router_bias, weights.choice_bias, weights.scales,
+        normed.squares, factors,
         empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken, order, tiles, rows, hidden,
         normed.eps,
         EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
@@ -471,7 +485,7 @@ def run(
     wants_middle = forms[1] is not None and bool(forms[1].offset) and forms[1].sums == SQUARES_WIDTH
     middle_sums = empty(pairs, size // SQUARES_WIDTH) if wants_middle and cuts[0].width % SQUARES_WIDTH == 0 else None
     made_parts = 1 if cuts[1].serial else cuts[1].split
-    out, middle, made = torch.empty_like(residual), empty(pairs, size, dtype=x.dtype), empty(made_parts, pairs, hidden)
+    out, middle, made = torch.empty_like(x), empty(pairs, size, dtype=x.dtype), empty(made_parts, pairs, hidden)
     sums_shape = (rows, triton.cdiv(hidden, SQUARES_WIDTH))
     next_sums = empty(*sums_shape) if then is not None and wants_sums(then) else None
     following = None
@@ -500,7 +514,7 @@ def run(
             STAGES=cut.stages, WARPS=cut.warps, UNIT=matmul.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=rows <= height, FIRST=first,
             MIXED=one_tile and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
-            PRECISION=product_precision(x), FORM=form, num_warps=cut.warps, **mixed,
+            GELU=together.gelu, PRECISION=product_precision(x), FORM=form, num_warps=cut.warps, **mixed,
         )  # fmt: skip
     if not one_tile:
         _mix_rows[(rows, triton.cdiv(hidden, cuts[1].width))](

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.model.config import ClampedSwiGlu, ModelConfig
+from services.model.config import Activation, ClampedSwiGlu, ModelConfig
 from services.model.layers.experts import sizes
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
@@ -59,7 +59,8 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
         choice_bias=None if shape.sigmoid is None else vectors[shape.sigmoid.bias].float(),
         in_host=tensors.experts_in_host,
     )
-    return replace(weights, together=_together(weights, router, gate_ups.whole, downs.whole, shape.clamped))
+    gate = shape.clamped or config.activation
+    return replace(weights, together=_together(weights, router, gate_ups.whole, downs.whole, gate))
 
 
 def _together(
@@ -67,11 +68,11 @@ def _together(
     router: Weight,
     gate_up: Weight | None,
     down: Weight | None,
-    clamped: ClampedSwiGlu | None,
+    activation: Activation | ClampedSwiGlu,
 ) -> ExpertsTogether | None:
     """Return the matrices of all experts below each other, where they can stand so as they are multiplied by.
 
-    router: as it was loaded. gate_up, down: None where they cannot. clamped: as of `ExpertsTogether`.
+    router: as it was loaded. gate_up, down: None where they cannot. activation: of all experts.
     """
     gate = weights.shared_gate
     if gate_up is None or down is None or not isinstance(router, DenseWeight):
@@ -83,7 +84,8 @@ def _together(
         _joined([expert.gate_up_bias for expert in weights.experts]),
         _joined([expert.down_bias for expert in weights.experts]),
     )
-    return ExpertsTogether(scores, gate_up, down, *biases, clamped)
+    clamped = activation if isinstance(activation, ClampedSwiGlu) else None
+    return ExpertsTogether(scores, gate_up, down, *biases, clamped, activation is Activation.GELU_TANH)
 
 
 def _joined(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

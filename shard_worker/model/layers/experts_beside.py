@@ -18,10 +18,14 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsBesid
     """Return the weights of both parts."""
     vectors = tensors.vectors
     mixture = experts.pack(config, layer, tensors)
+    router_norm, together = vectors[names.ROUTER_SCALE].float() * config.hidden_size**-0.5, mixture.together
+    if together is not None:
+        # Kernels score rows as they are, and know the factor of their norm afterwards.
+        together = replace(together, scores=together.scores * router_norm)
     return ExpertsBesideWeights(
         dense=swiglu.pack(config, layer, tensors),
-        experts=replace(mixture, scales=vectors[names.EXPERT_SCALES].float()),
-        router_norm=vectors[names.ROUTER_SCALE].float() * config.hidden_size**-0.5,
+        experts=replace(mixture, scales=vectors[names.EXPERT_SCALES].float(), together=together),
+        router_norm=router_norm,
         experts_norm=norm_factor(config, vectors[names.EXPERTS_NORM]),
         dense_output_norm=norm_factor(config, vectors[names.DENSE_OUTPUT_NORM]),
         experts_output_norm=norm_factor(config, vectors[names.EXPERTS_OUTPUT_NORM]),

@@ -30,6 +30,8 @@ BILLIONS = {
     "qwen3.5-9b": 8.95,
     "qwen3.6-27b": 26.9,
     "gemma-4-31b": 30.7,
+    "gemma-4-26b-a4b": 25.2,
+    "glm-4.5-air": 106.8,
 }
 """Parameters, without towers."""
 
@@ -43,9 +45,11 @@ def test_shapes_have_as_many_parameters_as_the_models(shape: str) -> None:
     assert count == pytest.approx(BILLIONS[shape] * 1e9, rel=0.01)
 
 
-def test_a_narrow_gemma_computes(tmp_path: Path) -> None:
-    """Layers of both kinds, the full one with wider heads whose values are its keys, in a narrower residual stream."""
-    path, _ = write_shape("gemma-4-31b", tmp_path)
+@pytest.mark.parametrize("shape", ["gemma-4-31b", "gemma-4-26b-a4b"])
+def test_a_narrow_gemma_computes(shape: str, tmp_path: Path) -> None:
+    """Layers of both kinds, the full one with wider heads whose values are its keys, in a narrower residual stream; and
+    experts beside a dense part."""
+    path, _ = write_shape(shape, tmp_path)
     config = json.loads((path / "config.json").read_text())
     narrow = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "num_attention_heads": 4}
     narrow |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_global_key_value_heads": 1}

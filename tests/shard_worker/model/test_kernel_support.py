@@ -113,18 +113,17 @@ def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> 
     torch computes them."""
     names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "laguna", "gemma4-experts", "gemma4-inputs")
     layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
-    for name in ("qwen3_moe", "glm4_moe", "laguna", "gemma3"):
+    for name in ("qwen3_moe", "glm4_moe", "laguna", "gemma3", "gemma4-experts"):
         layers.append(load_stage(tiny.path(name), (0, 2), dtype="float16").segments[0].weights)
     device = pretend(nvidia(9, 0))
     with structlog.testing.capture_logs() as logs:
         found = [have_layers(device, one) for one in layers]
-    assert found == [True, *[False] * 7, *[True] * 4]
+    assert found == [True, *[False] * 7, *[True] * 5]
     assert [event["why"] for event in logs] == [
         f"there are none for {what}; plain torch serves, slower"
         for what in (
             "biases in SwiGLU",
             "experts that are in memory in unlike forms",
-            "experts beside a dense part",
             "per-layer embeddings",
         )
     ]

@@ -191,6 +191,18 @@ GEMMA4_31B: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 262144,
 }
+GEMMA4_26B_A4B: dict[str, Any] = {
+    **GEMMA4_31B,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 16,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 
 
 def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -264,6 +276,7 @@ _27B_DFLASH2 = _draft(
 )
 _8B = (QWEN3_8B, _draft(QWEN3_8B, ["full_attention"], is_causal=True, attention_bias=True))
 _30B_A3B = (QWEN3_30B_A3B, _draft(QWEN3_30B_A3B, ["full_attention"]))
+_26B_A4B = (GEMMA4_26B_A4B, _draft(GEMMA4_26B_A4B, ["full_attention"]))
 _DEMO = (_demo("target"), _demo("draft"))
 CASES = {
     "27b": Case(QWEN3_5_27B, _27B_DFLASH2, "bfloat16"),
@@ -291,6 +304,8 @@ CASES = {
     "llama": Case(_LLAMA, _draft(_LLAMA, ["full_attention"]), "bfloat16", rows=(16,), batches=(16,)),
     "gemma3": Case(GEMMA3_27B, _draft(GEMMA3_27B, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16, 128)),
     "gemma4": Case(GEMMA4_31B, _draft(GEMMA4_31B, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16, 128)),
+    "26b-a4b": Case(*_26B_A4B, "bfloat16", rows=(1, 16), batches=(16, 512)),
+    "26b-a4b-int4": Case(*_26B_A4B, "bfloat16", rows=(1, 16), batches=(16, 512), packings=((r"\.experts\.", "int4"),)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
 }
@@ -451,14 +466,16 @@ class Recorder:
         self, architectures: Sequence[str], rows: Sequence[int], packed: Sequence[str] = ()
     ) -> list[Launch]:
         """Return the launches of a mixture of experts of the shape of 35B-A3B, which has a shared expert too; on the
-        first GPU also of one with biases and clamped gates. packed: of routed experts, instead of these two."""
+        first GPU also of one with biases and clamped gates, and of one of the shape of 26B-A4B. packed: of routed
+        experts, instead of these three."""
         from shard_worker.model.kernels import experts
         from shard_worker.model.kernels.matmul import begin
 
         self._case, self._launches = EXPERTS, []
-        norm, clamped = torch.ones(2048), ClampedSwiGlu(7.0, 1.702)
+        clamped = ClampedSwiGlu(7.0, 1.702)
         made = [(one, functools.partial(unwritten_experts, 256, 8, 512)) for one in architectures]
         made.append((architectures[0], functools.partial(unwritten_experts, 32, 4, 512, clamped)))
+        made.append((architectures[0], functools.partial(unwritten_experts, 128, 8, 704, hidden=2816, beside=True)))
         if packed:
             made = [
                 (
@@ -474,9 +491,11 @@ class Recorder:
             self._driver.target = architecture
             # Tiles are made as the GPU reads them.
             weights = make()
+            norm = torch.ones(weights.router.columns)
             for count in rows:
-                x = torch.zeros(count, 2048, dtype=torch.bfloat16)
-                experts.run(weights, begin(x, norm, 1e-6), x, norm, 1e-6, None)
+                x = torch.zeros(count, len(norm), dtype=torch.bfloat16)
+                residual, routed = (x, None) if weights.scales is None else (None, x)
+                experts.run(weights, begin(x, norm, 1e-6), residual, norm, 1e-6, None, routed=routed)
         return [launch for launch in self._launches if launch.name.startswith("experts.")]
 
     def record_walks(self, architectures: Sequence[str]) -> list[Launch]:
@@ -576,7 +595,7 @@ def _dense(embedding: Any) -> torch.Tensor:
 def _tiled_for(driver: PretendedDriver) -> Any:
     """What prepares a packed matrix for the GPU that is pretended: in memory that nobody writes either."""
 
-    def prepared(weight: PackedWeight) -> TiledWeight:
+    def prepared(weight: PackedWeight, *, unpacked: bool = True) -> TiledWeight:
         one = weight.select_rows(slice(0, 1))
         tiled = TiledWeight(one, tiling_of(one, lanes=TARGETS[driver.target].lane_order))
         tiled.rows = weight.rows
@@ -612,34 +631,43 @@ def unwritten_packed(kind: str, rows: int, columns: int, dtype: torch.dtype) -> 
 
 
 def unwritten_experts(
-    count: int, chosen: int, size: int, clamped: ClampedSwiGlu | None = None, packed: tuple[str, str] | None = None
+    count: int,
+    chosen: int,
+    size: int,
+    clamped: ClampedSwiGlu | None = None,
+    packed: tuple[str, str] | None = None,
+    *,
+    hidden: int = 2048,
+    beside: bool = False,
 ) -> ExpertsWeights:
-    """The weights of a mixture for rows of 2048 columns, in memory that nobody has written.
+    """The weights of a mixture, in memory that nobody has written.
 
     clamped: how experts gate, which have biases then, as the router does. packed: what gates and ups, and downs of
-    routed experts are packed in, of `random_packed.KINDS`.
+    routed experts are packed in, of `random_packed.KINDS`. beside: they stand beside a dense part, and no expert is
+    shared.
     """
 
     def swiglu(experts: int, packed: tuple[str, str] | None = None) -> MlpWeights:
-        gate_up, down = (experts * 2 * size, 2048), (experts * 2048, size)
+        gate_up, down = (experts * 2 * size, hidden), (experts * hidden, size)
         if packed is None:
             return MlpWeights(*(DenseWeight(torch.empty(extents, dtype=torch.bfloat16)) for extents in (gate_up, down)))
         forms = zip(packed, (gate_up, down), strict=True)
         return MlpWeights(*(unwritten_packed(kind, *extents, torch.bfloat16).prepared() for kind, extents in forms))
 
-    scores, together = torch.empty(count + 1, 2048), swiglu(count, packed)
+    scores, together = torch.empty(count if beside else count + 1, hidden), swiglu(count, packed)
     biases = [
         None if clamped is None else torch.empty(rows, dtype=torch.bfloat16)
-        for rows in (count * 2 * size, count * 2048)
+        for rows in (count * 2 * size, count * hidden)
     ]
     return ExpertsWeights(
         router=DenseWeight(scores[:count]),
         experts=(),
         chosen=chosen,
         normalised=True,
-        shared=swiglu(1),
-        shared_gate=DenseWeight(scores[count:]),
-        together=ExpertsTogether(scores, together.gate_up, together.down, *biases, clamped),
+        shared=None if beside else swiglu(1),
+        shared_gate=None if beside else DenseWeight(scores[count:]),
+        together=ExpertsTogether(scores, together.gate_up, together.down, *biases, clamped, gelu=beside),
+        scales=torch.empty(count) if beside else None,
         router_bias=None if clamped is None else torch.empty(count),
     )
 

@@ -114,18 +114,22 @@ def rows_of(weights: ExpertsWeights, rows: int, dtype: torch.dtype = DTYPE) -> t
     return x.to(WHERE, dtype)
 
 
+def made_by(own: MlpWeights, row: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of a row in double precision."""
+    of_both, of_down = (None if bias is None else bias.double() for bias in (own.gate_up_bias, own.down_bias))
+    gate, up = F.linear(row, elements(own.gate_up), of_both).chunk(2, -1)
+    if isinstance(own.activation, ClampedSwiGlu):
+        limit, alpha = own.activation.limit, own.activation.alpha
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        inner = (up + 1) * gate * torch.sigmoid(alpha * gate)
+    else:
+        gelu = own.activation is Activation.GELU_TANH
+        inner = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    return F.linear(inner, elements(own.down), of_down)
+
+
 def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     """The residual x plus what the mixture makes of its norm, in float64, expert by expert for each row."""
-
-    def swiglu(own: MlpWeights, row: torch.Tensor) -> torch.Tensor:
-        of_both, of_down = (None if bias is None else bias.double() for bias in (own.gate_up_bias, own.down_bias))
-        gate, up = F.linear(row, elements(own.gate_up), of_both).chunk(2, -1)
-        gated = F.silu(gate) * up
-        if isinstance(own.activation, ClampedSwiGlu):
-            limit, alpha = own.activation.limit, own.activation.alpha
-            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-            gated = (up + 1) * gate * torch.sigmoid(alpha * gate)
-        return F.linear(gated, elements(own.down), of_down)
 
     # What kernels multiply by is rounded before the norm's factor is applied.
     scaled = (x.float() * norm).to(x.dtype).double()
@@ -144,12 +148,13 @@ def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor) -> to
         chosen = chosen[: weights.chosen]
         whole = shares[chosen].sum() if weights.normalised else 1.0
         shares = shares * (1.0 if weights.sigmoid is None else weights.sigmoid.scale)
+        shares = shares if weights.scales is None else shares * weights.scales
         for expert in chosen:
-            result[row] += shares[expert] / whole * swiglu(weights.experts[expert], one)
+            result[row] += shares[expert] / whole * made_by(weights.experts[expert], one)
         if weights.shared is not None:
             gate = weights.shared_gate
             taken = 1.0 if gate is None else F.linear(one, gate.tensor.double()).sigmoid()
-            result[row] += taken * swiglu(weights.shared, one)
+            result[row] += taken * made_by(weights.shared, one)
     return result
 
 
@@ -160,22 +165,33 @@ def norm_of(weights: ExpertsWeights) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def check(weights: ExpertsWeights, x: torch.Tensor) -> torch.Tensor:
-    """Near the dense result; each row alone, and all in another order, to the same bits. Return what was found."""
+def check(weights: ExpertsWeights, x: torch.Tensor, *, beside: bool = False) -> torch.Tensor:
+    """Near the dense result; each row alone, and all in another order, to the same bits. Return what was found.
+
+    beside: the mixture stands beside a dense part, as of `ExpertsBesideWeights`.
+    """
     from shard_worker.model.kernels import experts
     from shard_worker.model.kernels.matmul import arrivals, begin
 
-    norm = norm_of(weights)
+    norm, stored = norm_of(weights), weights.together
+    assert stored is not None
+    with_norm = replace(weights, together=replace(stored, scores=stored.scores * norm))
 
     def mixed(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out, behind = experts.run(weights, begin(rows, norm, EPS), rows, norm, EPS, None)
+        normed = begin(rows, norm, EPS)
+        if beside:
+            out, behind = experts.run(with_norm, normed, None, norm, EPS, None, routed=rows)
+        else:
+            out, behind = experts.run(weights, normed, rows, norm, EPS, None)
         assert behind is not None
         return out, behind.scaled, behind.squares
 
     together = mixed(x)
     exact = expected(weights, x, norm)
     near = 1e-5 if x.dtype is torch.float32 else 1e-2
-    assert (together[0].double() - exact).norm() < near * (exact - x.double()).norm()
+    made = exact - x.double()
+    exact = made if beside else exact
+    assert (together[0].double() - exact).norm() < near * made.norm()
     squares = together[2].sum(1).double()
     assert (squares - exact.square().sum(-1)).norm() < near * squares.norm()
     assert not arrivals(WHERE).any()
@@ -226,6 +242,30 @@ def test_biases_and_clamped_gates(rows: int, dtype: torch.dtype) -> None:
     """Of the router and of both products; some gates and ups are cut off, and their slope is another one."""
     weights = mixture(clamped=ClampedSwiGlu(0.7, 1.702), dtype=dtype)
     check(weights, rows_of(weights, rows, dtype))
+
+
+def beside_dense(weights: ExpertsWeights) -> ExpertsWeights:
+    """The same as Gemma 4 has experts: GELU in place of SiLU, and each one's shares are multiplied by its own scale."""
+    assert weights.together is not None
+    return replace(
+        weights,
+        experts=tuple(replace(own, activation=Activation.GELU_TANH) for own in weights.experts),
+        scales=torch.linspace(0.5, 2, weights.router.rows, device=WHERE),
+        together=replace(weights.together, gelu=True),
+    )
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, DTYPE), (3, torch.float32), (17, DTYPE)])
+def test_experts_beside_a_dense_part(rows: int, dtype: torch.dtype) -> None:
+    """The router takes rows that have another norm, and nothing is added to what experts make."""
+    check(beside_dense(mixture(dtype=dtype)), rows_of(mixture(), rows, dtype), beside=True)
+
+
+@pytest.mark.parametrize(("packed", "rows"), [(("q4_k", "q6_k"), 2), (("int4", "int4"), 17)])
+def test_packed_experts_beside_a_dense_part(packed: tuple[str, str], rows: int) -> None:
+    """Codes have offsets, so that sums of the rows are wanted, or none."""
+    weights = beside_dense(mixture(4, 2, 128, 64, packed=packed))
+    check(weights, rows_of(weights, rows), beside=True)
 
 
 @pytest.mark.parametrize(
@@ -306,3 +346,12 @@ def test_shapes_of_published_models(experts: int, chosen: int, size: int) -> Non
     weights = mixture(experts, chosen, 2048, size, shared=size if experts > 128 else None)
     for rows in (1, 16, 64, 512):
         check(weights, rows_of(weights, rows))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")
+@pytest.mark.parametrize("packed", [None, ("int4", "int4"), ("q8_0", "q8_0")])
+def test_experts_of_gemma_4(packed: tuple[str, str] | None) -> None:
+    """Of 26B-A4B, dense and packed, for a row, a block, and many rows."""
+    weights = beside_dense(mixture(128, 8, 2816, 704, packed=packed))
+    for rows in (1, 16, 64, 512):
+        check(weights, rows_of(weights, rows), beside=True)
