@@ -78,9 +78,7 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     for weights in layers:
         mlp = weights.mlp.experts if isinstance(weights.mlp, ExpertsBesideWeights) else weights.mlp
         lack = None
-        if weights.per_layer is not None:
-            lack = "per-layer embeddings"
-        elif isinstance(mlp, ExpertsWeights):
+        if isinstance(mlp, ExpertsWeights):
             if mlp.in_host:
                 lack = "experts in the host's memory"
             elif mlp.together is None:

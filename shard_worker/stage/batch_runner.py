@@ -17,6 +17,7 @@ from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
 from shard_worker.stage.kernel_layers import kernel_layers, page_count
+from shard_worker.stage.per_layer_rows import PerLayerRows
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, StepOutput, Variant
 from shard_worker.stage.step_runner import launch
@@ -75,6 +76,10 @@ class BatchRunner:
         )
         self._committing = StepParameters(device, 0, rows=1, sessions=MAX_SESSIONS)
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
+        self._own: PerLayerRows | None = None
+        if segment.per_layer is not None:
+            embedded = embedding is not None
+            self._own = PerLayerRows(segment.per_layer, self._hidden, embedded=embedded, twins=_STEPS_LAUNCHED)
         outgoing = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
         self._outgoing = [
             torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
@@ -132,6 +137,9 @@ class BatchRunner:
         recurrent = self._layers.delta is not None
         if self._embedding is None or self._head is None or (recurrent and not blocks):
             return False
+        if self._own is not None:
+            # What tokens bring to each layer is looked up on the host.
+            return False
         return rows <= ROW_COUNTS[-1] and Variant(_made_with(rows), recurrent, blocks) in self._captured
 
     def run(
@@ -160,6 +168,8 @@ class BatchRunner:
             if hidden is not None:
                 self._hidden[:count].copy_(hidden, non_blocking=True)
             self._parameters.send()
+            if self._own is not None:
+                self._own.send(count, self._parameters.turn)
             if complete is not None:
                 complete(self._parameters)
             if step.graph is None:
@@ -224,6 +234,8 @@ class BatchRunner:
                 others=session.caches.others,
                 recurrent=session.caches.recurrent,
             )
+            if self._own is not None:
+                self._own.fill(first_row, session.token_ids, self._parameters.turn)
             first_row += rows
             first_sum += rows * chunk_count(session.length)
         # Kernels would write behind it.
@@ -269,6 +281,7 @@ class BatchRunner:
             variant,
             self._hidden,
             self._logits,
+            self._own,
         )
         if step.output.argmax is not None:
             self._tokens_made[: variant.rows].copy_(step.output.argmax)

@@ -240,7 +240,9 @@ class StageLoader:
                 segments += (replace(segment, pool=pool),)
             embedding, head = loaded_ends.result()
         if self._per_layer_names:
-            segments = tuple(replace(one, per_layer=self._per_layer(one, embedding)) for one in segments)
+            first, *others = segments
+            given = [(first, embedding), *((one, None) for one in others)]
+            segments = tuple(replace(one, per_layer=self._per_layer(one, rows)) for one, rows in given)
             reader.resident += sum(one.per_layer.projection.nbytes for one in segments if one.per_layer is not None)
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
@@ -294,9 +296,9 @@ class StageLoader:
         return embedding, Head(norm, weight, self.config.norm_eps, synthetic, self.config.logit_cap)
 
     def _per_layer(self, segment: Segment, embedding: RowLookup | None) -> PerLayerInputs:
-        """Return what makes the inputs of a segment's layers. embedding: the model's where it is in memory here.
+        """Return what makes the inputs of a segment's layers. embedding: the model's where it is in memory there.
 
-        The table and, behind the first stage, the embedding stay in the mapped file: a step reads but its tokens' rows.
+        The table and, behind the first layers, the embedding stay in the mapped file: a step reads its tokens' rows.
         """
         config, names, device = self.config, self._per_layer_names, segment.device.torch_device
         assert config.per_layer is not None

@@ -23,6 +23,7 @@ from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_read, can_run_model, have_layers
 from shard_worker.model.layer_weights import DecoderWeights, matrices_of
 from shard_worker.stage.kernel_layers import kernel_layers, page_count
+from shard_worker.stage.per_layer_rows import PerLayerRows
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, Prelaunched, Released, StepOutput, StepRows, Variant
 from shard_worker.weights.weight import RowLookup
@@ -51,6 +52,9 @@ class StepRunner:
             device, page_count(config), rows=ROW_COUNTS[-1], caches=segment.attention_caches
         )
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
+        self._own: PerLayerRows | None = None
+        if segment.per_layer is not None:
+            self._own = PerLayerRows(segment.per_layer, self._hidden, embedded=embedding is not None)
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
         self._incoming_bytes = bytes_of(self._incoming)
@@ -183,6 +187,8 @@ class StepRunner:
         """Set the rows of a step whose caches are filled in, behind `StepParameters.wait`."""
         # The tokens in any case: what counts of a verify is decided by them.
         self._parameters.set_rows(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
+        if self._own is not None:
+            self._own.fill(0, rows.token_ids)
 
     def _copy_activation(self, activation: memoryview) -> None:
         self._incoming_bytes[: len(activation)] = activation
@@ -312,7 +318,18 @@ class StepRunner:
 
     def _launch(self, variant: Variant) -> CapturedStep:
         self._parameters.send()
-        step = launch(self._segment, self._layers, self._embedding, self._head, self._parameters, variant, self._hidden)
+        if self._own is not None:
+            self._own.send(variant.rows)
+        step = launch(
+            self._segment,
+            self._layers,
+            self._embedding,
+            self._head,
+            self._parameters,
+            variant,
+            self._hidden,
+            own=self._own,
+        )
         output = step.output
         outgoing = output.hidden if output.argmax is None else output.argmax
         self._outgoing[: variant.rows].copy_(outgoing, non_blocking=True)
@@ -328,12 +345,14 @@ def launch(
     variant: Variant,
     hidden: torch.Tensor,
     logits: torch.Tensor | None = None,
+    own: PerLayerRows | None = None,
 ) -> CapturedStep:
     """Queue a step's kernels: all layers, with the embedding and the head where they are there.
 
     layers: the segment's, as kernels take them. parameters: on the device already. hidden: the rows [variant.rows or
     more, hidden] from the stage before, where there is no embedding. logits: memory for those of as many rows, [rows,
-    vocab], that steps share; None for memory of this step's own.
+    vocab], that steps share; None for memory of this step's own. own: what the rows bring to each layer by themselves,
+    on its way to the device; None without per-layer embeddings.
     """
     from shard_worker.model.kernels import decoder, synthetic
     from shard_worker.model.kernels.deltanet import commit
@@ -353,6 +372,7 @@ def launch(
         uncommitted=variant.uncommitted,
         then=None if head is None else head.norm,
         capture=capture_indices,
+        own=None if own is None else own.inputs(hidden),
     )
     if layers.delta is not None and not variant.uncommitted:
         commit(layers.delta, places, places.lines[:, ROWS.value], hidden, states=False)
@@ -383,6 +403,7 @@ def make_runner(segment: Segment, embedding: RowLookup | None, head: Head | None
         return None
     matrices = [matrix for weights in segment.weights for matrix in matrices_of(weights)]
     matrices += [] if head is None else [head.weight]
+    matrices += [] if segment.per_layer is None else [segment.per_layer.projection]
     if not can_read(segment.device, matrices):
         return None
     return StepRunner(segment, embedding, head, graphs=graphs)

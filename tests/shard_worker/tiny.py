@@ -148,6 +148,7 @@ BY_KERNELS = (
     "gemma3",
     "gemma4",
     "gemma4-experts",
+    "gemma4-sharing",
 )
 """Checkpoints of every family whose steps kernels run."""
 

@@ -1,8 +1,8 @@
 """Decoder layers with kernels: what `layers.decoder` does, for a few rows whose position is data on the device.
 
 Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts, one where heads
-have gates or are wider than a tile, and two where what sublayers make has norms. Every product also does what lies
-between it and the next one.
+have gates or are wider than a tile, two where what sublayers make has norms, and three with per-layer embeddings. Every
+product also does what lies between it and the next one.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def run(
     uncommitted: bool,
     then: torch.Tensor | None = None,
     capture: Collection[int] = (),
+    own: torch.Tensor | None = None,
 ) -> Result:
     """Take rows [n, hidden] through all layers.
 
     places: where the rows stand, by kind of layer. uncommitted: recurrent layers record the rows and do not advance.
     then: float32 [hidden], the weight of the norm behind the last layer. capture: indices into `layers.weights` of the
-    layers whose output is wanted.
+    layers whose output is wanted. own: the rows' inputs of each layer by per-layer embeddings, [layers, n, size].
     """
     captured = []
     some = next(iter(places.values()))
@@ -94,7 +95,12 @@ def run(
         if weights.mixer_output_norm is not None:
             _, made = linear(mixed, weights.mixer.out, bias=bias, norm=weights.mixer_output_norm, eps=layers.eps)
             assert isinstance(made, Normed)
-            hidden, normed = _normed_feed_forward(layers, index, made, hidden, norms[index], firsts[index])
+            if weights.per_layer is None:
+                hidden, normed = _normed_feed_forward(layers, index, made, hidden, norms[index], firsts[index])
+            else:
+                assert own is not None
+                hidden, _ = _normed_feed_forward(layers, index, made, hidden, None, None)
+                hidden, normed = _enter(layers, index, hidden, own[index], norms[index], firsts[index])
             if index in capture:
                 captured.append(hidden)
             continue
@@ -142,7 +148,9 @@ def _normed_feed_forward(
     """Add what a mixer made of rows, and what the part behind it makes, each with a norm of its own. then: the weight
     of the norm behind the layer. first: what the rows are multiplied by behind that."""
     weights, eps = layers.weights[index], layers.eps
-    mlp, behind, scale = weights.mlp, weights.mlp_output_norm, weights.output_scale
+    mlp, behind = weights.mlp, weights.mlp_output_norm
+    # What the layer makes is scaled at its very end.
+    scale = weights.output_scale if weights.per_layer is None else None
     if isinstance(mlp, ExpertsBesideWeights):
         norms, readers = (weights.post_norm, mlp.experts_norm), (mlp.dense.gate_up, experts.reads(mlp.experts))
         hidden, normed, beside = add_normed_for_two(made, hidden, norms, eps, then=readers)
@@ -158,6 +166,25 @@ def _normed_feed_forward(
     _, left = linear(_gated(mlp, entered), mlp.down, norm=behind, eps=eps)
     assert isinstance(left, Normed)
     return add_normed(left, hidden, then, eps, scale=scale, then=first)
+
+
+def _enter(
+    layers: Layers,
+    index: int,
+    hidden: torch.Tensor,
+    own: torch.Tensor,
+    then: torch.Tensor | None,
+    first: Weight | None,
+) -> tuple[torch.Tensor, Normed | None]:
+    """Add what the rows' own inputs of a layer [n, size] become. then, first: as of `_normed_feed_forward`."""
+    weights = layers.weights[index]
+    inner = weights.per_layer
+    assert inner is not None
+    gelu = inner.activation is Activation.GELU_TANH
+    gates, summed = linear(hidden, inner.gate, residual=own, gates_residual=True, gelu=gelu, then=inner.out)
+    _, made = linear(gates if summed is None else summed, inner.out, norm=inner.norm, eps=layers.eps)
+    assert isinstance(made, Normed)
+    return add_normed(made, hidden, then, layers.eps, scale=weights.output_scale, then=first)
 
 
 def _convolved(

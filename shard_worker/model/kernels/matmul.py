@@ -165,7 +165,7 @@ def _finish(
     KEYS_AS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU or GeGLU, residual, the next norm's
-    beginning, and sums for the next product."""
+    beginning, and sums for the next product. ADDED: 1 where the residual is added, 2 where the result gates it."""
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
     at = ms[:, None] * width + ns[None, :]
     kind = out.dtype.element_ty
@@ -181,7 +181,9 @@ def _finish(
         acc += tl.load(bias + ns, mask=ns < width, other=0.0).to(tl.float32)[None, :]
     if PAIRED:
         acc = gated(acc, other, GELU)
-    if ADDED:
+    if ADDED == 2:
+        acc = gated(acc.to(kind).to(tl.float32), tl.load(residual + at, mask=kept, other=0.0).to(tl.float32), GELU)
+    elif ADDED == 1:
         # Rounded before it is added, as a product of its own would be.
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     if DIM > 0:
@@ -334,6 +336,7 @@ class _Around:
     sums: torch.Tensor | None
     bias: torch.Tensor | None
     residual: torch.Tensor | None
+    gates_residual: bool
     paired: bool
     gelu: bool
     norm: torch.Tensor | None
@@ -348,6 +351,7 @@ def linear(
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    gates_residual: bool = False,
     paired: bool = False,
     gelu: bool = False,
     norm: torch.Tensor | None = None,
@@ -359,13 +363,14 @@ def linear(
 ) -> tuple[torch.Tensor, Normed | Summed | None]:
     """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into what follows.
 
-    bias: [width]. residual: [n, width], added at the end. paired: weight is [2 * width, depth], and the result is
-    silu(first half) * second half. gelu: with GELU in its place, in tanh's form. norm: float32 [width], of the RMSNorm
-    that the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and
-    values go into the session's pages. eps: of either norm that comes after the product. then: what the rows are
-    multiplied by next, where that is known: they are given with the sums that it wants. out: memory for the result,
-    where it is not to have its own. config: how the product is cut, None for what `choose` says. A weight whose parts
-    have unlike forms takes a launch for each; it has no residual and no norm.
+    bias: [width]. residual: [n, width], added at the end. gates_residual: it is multiplied by SiLU of the result
+    instead. paired: weight is [2 * width, depth], and the result is silu(first half) * second half. gelu: with GELU in
+    SiLU's place, in tanh's form. norm: float32 [width], of the RMSNorm that the result goes through next. heads: the
+    result is queries (and gates), [n, heads.shape.stride]; keys and values go into the session's pages. eps: of either
+    norm that comes after the product. then: what the rows are multiplied by next, where that is known: they are given
+    with the sums that it wants. out: memory for the result, where it is not to have its own. config: how the product is
+    cut, None for what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual
+    and no norm.
     """
     source = x.scaled if isinstance(x, Normed) else x.rows if isinstance(x, Summed) else x
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
@@ -392,8 +397,9 @@ def linear(
     if sums is None and any(isinstance(part, Weight) and wants_sums(part) for part in parts):
         sums = group_sums(source, SQUARES_WIDTH)
     around = _Around(
-        source, x if isinstance(x, Normed) else None, sums, bias, residual, paired, gelu, norm, eps, heads, following
-    )
+        source, x if isinstance(x, Normed) else None, sums, bias, residual, gates_residual, paired, gelu, norm, eps,
+        heads, following,
+    )  # fmt: skip
     first = 0
     for part in parts:
         _multiply(around, part, out if heads is not None else out[:, first:], first, config)
@@ -451,8 +457,8 @@ def _multiply(
         EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % config.depth == 0, SQUARES=SQUARES_WIDTH,
         NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
         NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),
-        BIASED=bias is not None, ADDED=residual is not None, PAIRED=around.paired, GELU=around.gelu,
-        THEN=around.norm is not None, SUMMED=next_sums is not None,
+        BIASED=bias is not None, ADDED=0 if residual is None else 2 if around.gates_residual else 1,
+        PAIRED=around.paired, GELU=around.gelu, THEN=around.norm is not None, SUMMED=next_sums is not None,
         **(_NO_HEADS if heads is None else constants(heads.shape, heads.places)),
         PRECISION=product_precision(source), WARPS=config.warps, FORM=form,
         num_warps=config.warps,

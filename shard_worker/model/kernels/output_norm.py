@@ -10,7 +10,7 @@ import triton.language as tl
 
 from shard_worker.model.kernels.codes import wants_sums
 from shard_worker.model.kernels.matmul import SQUARES_WIDTH, Normed, norm_factors, store_sums, with_factors
-from shard_worker.model.kernels.sums import row_sums
+from shard_worker.model.kernels.sums import whole_sum
 from shard_worker.weights.weight import Weight
 
 _COLUMNS = 1024
@@ -83,7 +83,7 @@ def _add_both(
     one, one_squares, other, other_squares, weight, residual, scale, norm, out, scaled, totals, next_sums, rows, width,
     eps, one_eps, other_eps,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, SCALED: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Compute a row of out [rows, width], as `add_both` says: a program has all of it, as the sum has a norm too."""
     ms, ns = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, BLOCK)
@@ -92,9 +92,8 @@ def _add_both(
     both = _normed(one, one_squares, at, kept, ms, rows, width, one_eps, kind, NORMED, NORM_BLOCK)
     both += _normed(other, other_squares, at, kept, ms, rows, width, other_eps, kind, NORMED, NORM_BLOCK)
     both = both.to(kind).to(tl.float32)
-    parts = row_sums(tl.reshape(both * both, (BLOCK // PART, PART)), BLOCK // PART, PART)
-    factor = tl.rsqrt(row_sums(tl.reshape(parts, (1, BLOCK // PART)), 1, BLOCK // PART) / width + eps)
-    normed = both * factor[:, None] * tl.load(weight + ns, mask=ns < width, other=0.0)[None, :]
+    factor = tl.rsqrt(whole_sum(both * both, BLOCK) / width + eps)
+    normed = both * factor * tl.load(weight + ns, mask=ns < width, other=0.0)[None, :]
     _add(
         normed.to(kind).to(tl.float32), residual, scale, norm, None, out, scaled, totals, next_sums, None, None, 0, ms,
         ns, at, kept, rows, width, SCALED, THEN, SUMMED, False, False, BLOCK, SQUARES,
@@ -180,11 +179,10 @@ def add_both(
     rows, width = residual.shape
     assert (one.factors is None) == (other.factors is None)
     out, following = torch.empty_like(residual), _following(residual, norm, eps, then)
-    block = max(SQUARES_WIDTH, triton.next_power_of_2(width))
     _add_both[(rows,)](
         one.scaled, _squares_or_factors(one), other.scaled, _squares_or_factors(other), weight, residual, scale, norm,
         out, *_tensors_of(following), rows, width, eps, one.eps, other.eps,
-        **_constants(one, scale, following), BLOCK=block, PART=min(block, _COLUMNS), num_warps=8,
+        **_constants(one, scale, following), BLOCK=max(SQUARES_WIDTH, triton.next_power_of_2(width)), num_warps=8,
     )  # fmt: skip
     return out, None if following is None else with_factors(following)
 

@@ -17,3 +17,11 @@ def row_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         if COLUMNS >> level > 1:
             x = tl.sum(tl.reshape(x, (ROWS, COLUMNS >> (level + 1), 2)), 2)
     return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
+def whole_sum(x, COUNT: tl.constexpr):
+    """Return the sum of all numbers of x, which are COUNT: a power of two, up to 1024 * 1024."""
+    part: tl.constexpr = 1024 if COUNT > 1024 else COUNT
+    parts = row_sums(tl.reshape(x, (COUNT // part, part)), COUNT // part, part)
+    return tl.sum(row_sums(tl.reshape(parts, (1, COUNT // part)), 1, COUNT // part), 0)

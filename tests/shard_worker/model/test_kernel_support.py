@@ -109,8 +109,7 @@ def test_attention_may_have_wider_heads_than_others(pretend: Pretend, tiny: Tiny
 
 
 def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> None:
-    """Experts that are not dense, as those in a CPU's blocks, biases, and what only some of Gemma's layers have: plain
-    torch computes them."""
+    """Experts that are not dense, as those in a CPU's blocks, and biases: plain torch computes them."""
     names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "laguna", "gemma4-experts", "gemma4-inputs")
     layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
     for name in ("qwen3_moe", "glm4_moe", "laguna", "gemma3", "gemma4-experts"):
@@ -118,13 +117,12 @@ def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> 
     device = pretend(nvidia(9, 0))
     with structlog.testing.capture_logs() as logs:
         found = [have_layers(device, one) for one in layers]
-    assert found == [True, *[False] * 7, *[True] * 5]
+    assert found == [True, *[False] * 6, *[True] * 6]
     assert [event["why"] for event in logs] == [
         f"there are none for {what}; plain torch serves, slower"
         for what in (
             "biases in SwiGLU",
             "experts that are in memory in unlike forms",
-            "per-layer embeddings",
         )
     ]
 

@@ -203,6 +203,23 @@ GEMMA4_26B_A4B: dict[str, Any] = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
+GEMMA4_E2B: dict[str, Any] = {
+    **GEMMA4_31B,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "sliding_window": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "max_position_embeddings": 131072,
+}
 
 
 def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -277,6 +294,7 @@ _27B_DFLASH2 = _draft(
 _8B = (QWEN3_8B, _draft(QWEN3_8B, ["full_attention"], is_causal=True, attention_bias=True))
 _30B_A3B = (QWEN3_30B_A3B, _draft(QWEN3_30B_A3B, ["full_attention"]))
 _26B_A4B = (GEMMA4_26B_A4B, _draft(GEMMA4_26B_A4B, ["full_attention"]))
+_E2B = (GEMMA4_E2B, _draft(GEMMA4_E2B, ["full_attention"]))
 _DEMO = (_demo("target"), _demo("draft"))
 CASES = {
     "27b": Case(QWEN3_5_27B, _27B_DFLASH2, "bfloat16"),
@@ -306,6 +324,7 @@ CASES = {
     "gemma4": Case(GEMMA4_31B, _draft(GEMMA4_31B, ["full_attention"]), "bfloat16", rows=(1, 16), batches=(16, 128)),
     "26b-a4b": Case(*_26B_A4B, "bfloat16", rows=(1, 16), batches=(16, 512)),
     "26b-a4b-int4": Case(*_26B_A4B, "bfloat16", rows=(1, 16), batches=(16, 512), packings=((r"\.experts\.", "int4"),)),
+    "e2b": Case(*_E2B, "bfloat16", rows=(1, 16), batches=(16, 128)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
 }
@@ -442,7 +461,7 @@ class Recorder:
                     for part, config, packings in (("target", case.target, case.packings), ("draft", case.draft, ()))
                 )
                 draft_config, fc = dflash.read_fc(draft)
-                loader = StageLoader(target, LayerRange(0, 2), case.dtype, case.kv_dtype)
+                loader = StageLoader(target, LayerRange(0, case.target["num_hidden_layers"]), case.dtype, case.kv_dtype)
                 capture = CaptureRequest(draft_config.capture_layers, fc)
                 stage = loader.load([AS_GPU], capture, ignore_progress, graphs=False)
                 self._run(case, stage, dflash.load(draft, AS_GPU, case.dtype, ignore_progress))
@@ -583,7 +602,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
         blocks.complete(several.parameters)
     for rows in (17, 130, 256):
         hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
-        stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
+        stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False, token_ids=range(rows))
 
 
 def _dense(embedding: Any) -> torch.Tensor:
