@@ -54,6 +54,7 @@ class Flags:
     gpu_memory_utilization: float | None
     device_memory: str | None
     prefix_cache_bytes: str | None
+    kept_rows_bytes: str
     tls_cert: str | None
     tls_key: str | None
     tls_ca: str | None
@@ -142,6 +143,15 @@ class Flags:
     help="Memory for the state of prompts' prefixes, so that a later request need not compute them again; like 8GiB, 0 "
     "for none. It is the host's; a GPU's own pages hold them as long as no session needs these.  [default: a tenth of "
     "the host's memory, at most 4GiB]",
+)
+@click.option(
+    "--kept-rows-bytes",
+    default="64MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Host memory for what running answers have sent to the next stage. Where that is lost it is sent again, so "
+    "that this stage computes nothing anew; an answer that finds no room here is computed anew by all stages. 0 keeps "
+    "nothing.",
 )
 @click.option("--tls-cert", metavar="FILE", help="This worker's PEM certificate; see flashsplit certs.")
 @click.option("--tls-key", metavar="FILE", help="The certificate's key.")
@@ -258,7 +268,8 @@ def main(**values: Any) -> None:
             )
         budget = flags.prefix_cache_bytes
         budget_bytes = None if budget is None else parse_size(budget, "--prefix-cache-bytes")
-        run(_serve(flags, _parse_roles(flags.roles), security, budget_bytes))
+        rows_bytes = parse_size(flags.kept_rows_bytes, "--kept-rows-bytes")
+        run(_serve(flags, _parse_roles(flags.roles), security, budget_bytes, rows_bytes))
     except FlashsplitError as error:
         print(f"flashsplit-worker: {error.message}", file=sys.stderr)
         sys.exit(2)
@@ -303,8 +314,11 @@ def _parse_roles(text: str) -> tuple[Role, ...]:
     return tuple(Role(name) for name in dict.fromkeys(names))
 
 
-async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budget_bytes: int | None) -> None:
-    """Serve until a signal asks to stop. budget_bytes: of --prefix-cache-bytes, None for the default.
+async def _serve(
+    flags: Flags, roles: tuple[Role, ...], security: Security, budget_bytes: int | None, rows_bytes: int
+) -> None:
+    """Serve until a signal asks to stop. budget_bytes: of --prefix-cache-bytes, None for the default. rows_bytes: of
+    --kept-rows-bytes.
 
     Raises InvalidArgument for flags that this host's devices cannot follow.
     """
@@ -343,6 +357,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
             paths=flags.paths,
             threads=flags.threads,
             snapshot_budget_bytes=default_budget_bytes() if budget_bytes is None else budget_bytes,
+            kept_rows_bytes=rows_bytes,
             memory_share=MEMORY_SHARE if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization,
             security=security,
             transport=PayloadTransport(flags.payload_transport),

@@ -45,7 +45,7 @@ from shard_worker.device.executor import DeviceThread
 from shard_worker.device.watchdog import LOOK_S, Watchdog
 from shard_worker.lease import Lease
 from shard_worker.measure.probe import measure
-from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole, make_role
+from shard_worker.roles import KEPT_ROWS_BYTES, MAX_ROWS, RoleResources, WorkerRole, make_role
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer
@@ -68,10 +68,11 @@ class WorkerConfig:
 
     paths: checkpoint directories on this host, which win over those that a coordinator names; by the name of the field
     that they replace, like `model_path`. threads: for computing on the CPU; None for one a core. snapshot_budget_bytes:
-    host memory for the state of prefixes. memory_share: of each device's memory, that which weights, captured steps and
-    sessions may take together. orphan_timeout_s: how long what is loaded and kept stays once the process is gone that
-    had it loaded; math.inf for ever. on_broken: called on the device's thread when a GPU can do nothing more in
-    this process.
+    host memory for the state of prefixes. kept_rows_bytes: host memory for rows that were sent to the next stage, which
+    are sent again where that is lost; 0 to keep none. memory_share: of each device's memory, that which weights,
+    captured steps and sessions may take together. orphan_timeout_s: how long what is loaded and kept stays once the
+    process is gone that had it loaded; math.inf for ever. on_broken: called on the device's thread when a GPU can do
+    nothing more in this process.
     """
 
     devices: tuple[Device, ...]
@@ -79,6 +80,7 @@ class WorkerConfig:
     paths: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None
     snapshot_budget_bytes: int = 0
+    kept_rows_bytes: int = KEPT_ROWS_BYTES
     memory_share: float = MEMORY_SHARE
     security: Security = OPEN
     transport: PayloadTransport = PayloadTransport.AUTO
@@ -127,6 +129,7 @@ class Worker:
             pools=self._pools,
             roles=roles,
             lease=self._lease,
+            kept_rows_bytes=config.kept_rows_bytes,
         )
         for name in config.roles:
             roles[name] = make_role(name, resources)

@@ -30,7 +30,7 @@ from services.messages.description import DraftDescription, Role, TargetDescript
 from services.messages.holder import WORKER_HELD, own_holder
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
+from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession, SessionRest
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess, failure_fields
 from services.rpc.liveness import DEVICE_HUNG, LOST_AFTER_S
@@ -194,6 +194,7 @@ class Cluster:
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
         trace: Trace | None = None,
+        rest: SessionRest | None = None,
     ) -> StageSession:
         """Open a session over the whole chain; `stage.proto` describes the arguments.
 
@@ -223,6 +224,7 @@ class Cluster:
                 holder_id=own_holder().holder_id,
                 grammar=grammar,
                 trace=trace,
+                rest=rest if len(stages) > 1 else None,
                 batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self.exact else None,
             )
         )

@@ -12,6 +12,9 @@ import functools
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+
+import structlog
 
 from coordinator.answer import Answer, Phase, Piece
 from coordinator.cluster.cluster import Cluster
@@ -31,6 +34,7 @@ from services.messages.steps import (
     FailureReason,
     Forward,
     Proposal,
+    SessionRest,
     SnapshotRestored,
     SnapshotSaved,
     StepKind,
@@ -79,6 +83,9 @@ def replay_rows(cluster: Cluster) -> int:
     return LONG_REPLAY_ROWS if takes_long and not cluster.exact else REPLAY_ROWS
 
 
+log = structlog.get_logger()
+
+
 class ChainAttempt:
     """One attempt. Iterate over `pieces`, then read `answer`.
 
@@ -94,11 +101,15 @@ class ChainAttempt:
         on_step: Callable[[StepTaken], None],
         looked_up_at: float,
         pause: Pause,
+        rest: SessionRest | None = None,
     ) -> None:
         """prefix: has looked for the longest kept prefix, from the time `looked_up_at` on. on_step: called with every
-        answered step. pause: for which the attempt ends behind a step."""
+        answered step. pause: for which the attempt ends behind a step. rest: how the session's state rests where a
+        stage is lost, and may rest from an attempt before; None where it does not."""
         self._state, self._cluster, self._prefix, self._on_step = state, cluster, prefix, on_step
-        self._pause = pause
+        self._pause, self._rest = pause, rest
+        self._held: tuple[int, ...] = ()
+        """How many tokens each stage has computed in an attempt before, and need not compute again."""
         self._request, self._looked_up_at = state.request, looked_up_at
         self._chunk = self._request.prefill_chunk or chunk_for(cluster.workers)
         draft = cluster.draft
@@ -129,9 +140,12 @@ class ChainAttempt:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield what is new of the answer. Raises the FlashsplitError that ended the attempt, if one did."""
         session: StageSession | None = await self._open()
+        assert session is not None
         self.opened = True
+        self._held = tuple(stage.held_length for stage in session.stages)
+        if any(self._held):
+            log.info("session.taken_up", request_id=self._request.request_id, held=self._held)
         try:
-            assert session is not None
             events = session.events()
             async for piece in self._run(session, events):
                 yield piece
@@ -148,6 +162,9 @@ class ChainAttempt:
         length = len(request.prompt_ids)
         replayed = self._replay_rows if self._state.token_ids else 1
         lookup_rows = 1 if self._state.lookup is None else BLOCK_ROWS
+        rest, restore = self._rest, None if self._prefix is None else self._prefix.restore()
+        if rest is not None and restore is not None:
+            rest = replace(rest, first_position=restore.length)
         return await self._cluster.open(
             request_id=request.request_id,
             max_length=length + request.max_tokens,
@@ -161,6 +178,7 @@ class ChainAttempt:
             prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
             trace=request.trace,
+            rest=rest,
         )
 
     async def _run(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
@@ -208,13 +226,15 @@ class ChainAttempt:
         if restore is not None:
             await session.restore_snapshot(restore)
             self._length = restore.length
+        self._length = max(self._length, min(self._held))
         if state.token_ids and self._length >= len(prompt):
             return
         # Where the whole prompt was restored there is nothing to compute: its logits give the first token.
         chunk, speculation = self._chunk, state.speculation
         if self._request.prefill_chunk is None and speculation.block_size == 1 and speculation.costs.shared:
             chunk = chunk_beside_others(self._cluster.workers, len(prompt))
-        steps = chunks(len(prompt), points, chunk, self._length) or [(len(prompt), len(prompt))]
+        edges = (*points, *self._held)
+        steps = chunks(len(prompt), edges, chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered, answered, propose = 0, self._length, 0
         for first, end in steps:
             if self._pause.asked:
@@ -273,7 +293,8 @@ class ChainAttempt:
         end, kind = len(known) - 1, StepKind.VERIFY
         while self._length < end:
             most = self._replay_rows if kind is StepKind.VERIFY else self._chunk
-            rows = tuple(known[self._length : min(self._length + most, end)])
+            edges = (self._length + most, end, *(held for held in self._held if held > self._length))
+            rows = tuple(known[self._length : min(edges)])
             if kind is StepKind.VERIFY and len(rows) == 1:
                 kind = StepKind.DECODE
             await session.forward(Forward(self._step, self._length, rows, kind))
@@ -289,7 +310,8 @@ class ChainAttempt:
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         state = self._state
         draft_tokens = self._draft_tokens[: state.remaining - 1]
-        looked_up = self._looked_up()
+        # A step ends where what is held does.
+        looked_up = () if self._length < max(self._held) else self._looked_up()
         if looked_up:
             self._promised, self._unpromising = True, 0
         if self._following:
@@ -429,7 +451,10 @@ class ChainAttempt:
         return lookup.draft_tokens(count) if count else ()
 
     async def _keep(self, session: StageSession, length: int) -> None:
-        """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""
+        """Have the workers keep the state behind the first `length` tokens, which are all that is committed; not where
+        a stage is further already."""
+        if length < max(self._held):
+            return
         if self._prefix is not None and (save := await self._prefix.save(tuple(self._sequence[:length]))) is not None:
             await session.save_snapshot(save)
 

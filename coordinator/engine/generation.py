@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -25,6 +26,7 @@ from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.run import PrefixRun
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import OUT_OF_MEMORY, FlashsplitError, NotFound, ResourceExhausted
+from services.messages.steps import LONGEST_REST_MS, SessionRest
 
 LOST_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 """The codes of errors that say that a part of the chain was lost, and not that the request cannot be answered."""
@@ -88,6 +90,8 @@ class Generation:
         """Whether the answer found no memory, and has no new token since."""
         self._resumptions = 0
         """How often the answer was taken up again behind it."""
+        self._session_id: str | None = None
+        """Names the sessions of all attempts to the workers; None before the first one."""
         self.answer: Answer | None = None
 
     @property
@@ -121,7 +125,13 @@ class Generation:
         looked_up_at = await self._look_up()
         while self.answer is None:
             attempt = ChainAttempt(
-                self._state, self._cluster, self._prefix, self._step_taken, looked_up_at, self._pause
+                self._state,
+                self._cluster,
+                self._prefix,
+                self._step_taken,
+                looked_up_at,
+                self._pause,
+                self._session_rest(),
             )
             try:
                 async with self._pause.running(), contextlib.aclosing(attempt.pieces()) as pieces:
@@ -138,6 +148,16 @@ class Generation:
                 if not await self._stepped_aside(error):
                     await self._wait_for_chain(attempt, await self._cluster.explain(error))
                 looked_up_at = await self._look_up()
+
+    def _session_rest(self) -> SessionRest | None:
+        """Return how the next attempt's state rests where it loses a stage; None where the answer ends then, or scores
+        its prompt, for which all is computed."""
+        request, rest_ms = self._request, min(int(self._resume_timeout_s * 1e3), LONGEST_REST_MS)
+        if not rest_ms or request.prompt_logprobs is not None:
+            return None
+        is_first, self._session_id = self._session_id is None, self._session_id or secrets.token_urlsafe(24)
+        known = () if is_first else (*request.prompt_ids, *self._state.token_ids)
+        return SessionRest(self._session_id, rest_ms, known)
 
     def _choose_draft(self) -> None:
         """Take the draft as it is now that the request's turn has come."""

@@ -19,11 +19,12 @@ from services.model.quantization import Quantization
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 """Counts additions that a process of an older one may ignore.
 
 1: steps of several sessions in one frame, lists of kept prefixes, and workers that say that they were told to stop.
 2: what follows by itself may be changed while it does.
+3: a session's state may rest where a stage behind it is lost.
 """
 
 

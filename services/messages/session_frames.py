@@ -19,6 +19,7 @@ from services.messages.holder import holder_id_of
 from services.messages.sampling import check_sampling, sampling_from_message, sampling_to_message
 from services.messages.snapshots import check_id
 from services.messages.steps import (
+    LONGEST_REST_MS,
     Commit,
     DraftRoute,
     Event,
@@ -32,6 +33,7 @@ from services.messages.steps import (
     OpenSession,
     Proposal,
     SessionRequest,
+    SessionRest,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
@@ -52,6 +54,9 @@ MAX_STAGES = 1024
 
 MAX_REQUEST_ID = 256
 """The most characters of a request's name."""
+
+SESSION_ID_CHARACTERS = range(16, 65)
+"""How long the name of a session that may rest is."""
 
 _KINDS = EnumNumbers(
     {
@@ -99,6 +104,10 @@ def open_to_message(request: OpenSession) -> stage_pb2.Open:
             message.draft.address = request.draft.address
     if request.grammar is not None:
         output_frames.grammar_to_message(request.grammar, message.grammar)
+    if (rest := request.rest) is not None:
+        message.rest.session_id, message.rest.rest_ms = rest.session_id, rest.rest_ms
+        message.rest.first_position = rest.first_position
+        message.rest.token_ids.extend(rest.token_ids)
     return message
 
 
@@ -143,7 +152,23 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         batch_invariant_rows=message.exact_rows if message.HasField("exact_rows") else None,
         holder_id=holder_id_of(message),
         prompt_logprobs=prompt_logprobs,
+        rest=_rest_from_message(message.rest) if message.HasField("rest") else None,
     )
+
+
+def _rest_from_message(message: stage_pb2.SessionRest) -> SessionRest:
+    """Return how a session's state rests. Raises InvalidArgument for a name or a time out of range."""
+    name, least, most = message.session_id, SESSION_ID_CHARACTERS[0], SESSION_ID_CHARACTERS[-1]
+    if len(name) not in SESSION_ID_CHARACTERS or not name.isprintable():
+        raise InvalidArgument(
+            f"session_id has {len(name)} characters; it must be {least} to {most}, all of them printable",
+            field="rest.session_id",
+        )
+    if not 1 <= message.rest_ms <= LONGEST_REST_MS:
+        raise InvalidArgument(
+            f"rest_ms is {message.rest_ms}; it must be between 1 and {LONGEST_REST_MS}", field="rest.rest_ms"
+        )
+    return SessionRest(name, message.rest_ms, tuple(message.token_ids), message.first_position)
 
 
 def check_request_id(text: str) -> str:
@@ -326,7 +351,11 @@ def opened_to_message(
         step_lane=step_lane,
         batches=batches,
         stages=[
-            stage_pb2.StageIdentity(location=location_to_message(stage.location), layers=range_to_message(stage.layers))
+            stage_pb2.StageIdentity(
+                location=location_to_message(stage.location),
+                layers=range_to_message(stage.layers),
+                held_length=stage.held_length,
+            )
             for stage in stages
         ],
     )
@@ -337,7 +366,7 @@ def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
     if not message.stages:
         raise InvalidArgument("opened names no stage", field="opened.stages")
     return tuple(
-        StageIdentity(location_from_message(stage.location), range_from_message(stage.layers))
+        StageIdentity(location_from_message(stage.location), range_from_message(stage.layers), stage.held_length)
         for stage in message.stages
     )
 

@@ -53,6 +53,25 @@ class DraftRoute:
     address: str | None = None
 
 
+LONGEST_REST_MS = 3_600_000
+"""The longest that a session's state rests."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRest:
+    """Has a session's state rest on a stage where a stage behind it is lost, for whoever opens the session anew.
+
+    session_id: names the session, so that nobody guesses it. rest_ms: how long it rests at most. token_ids: all tokens
+    of prompt and output that the caller knows, where the session may rest; none for a new one. first_position: the
+    first step's base_position, or the length of the prefix that is restored before it.
+    """
+
+    session_id: str
+    rest_ms: int
+    token_ids: tuple[int, ...] = ()
+    first_position: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class OpenSession:
     """The first frame of a session.
@@ -65,7 +84,8 @@ class OpenSession:
     None for no log-probabilities. grammar: what the output must match, None for anything. batch_invariant_rows: the
     number of rows of which plain torch makes its products, so that a row has the same bits in every step; None for
     whatever is fastest. prompt_logprobs: as `logprobs`, of the prompt's tokens behind the first one. holder_id: of the
-    process that had the stages loaded; None for a caller that does not say.
+    process that had the stages loaded; None for a caller that does not say. rest: how its state rests; None where it
+    ends with its stream.
     """
 
     request_id: str
@@ -86,6 +106,7 @@ class OpenSession:
     batch_invariant_rows: int | None = None
     prompt_logprobs: int | None = None
     holder_id: str | None = None
+    rest: SessionRest | None = None
 
 
 LONGEST_JOINING = 4096
@@ -199,10 +220,12 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class StageIdentity:
-    """A stage as it presents itself when a session opens."""
+    """A stage as it presents itself when a session opens. held_length: how many tokens of the session, which rested,
+    it need not compute again."""
 
     location: Location
     layers: LayerRange
+    held_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

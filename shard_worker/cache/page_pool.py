@@ -78,10 +78,13 @@ class PagePool:
     """The pages of one device, and how much they may take together.
 
     size_bytes: the most that pages may take; None for no bound, where each page is asked of the device by itself.
+    spare: asked first where pages end, on the device's thread: gives up pages that nobody may ask for any more, and
+    returns whether there were any.
     """
 
     def __init__(self, size_bytes: int | None = None) -> None:
         self.size_bytes = size_bytes
+        self.spare: Callable[[], bool] = lambda: False
         self._memory: _Memory | None = None
         self._used = 0
         # Filled by whoever lets go of a page, even within the lock.
@@ -210,7 +213,10 @@ class PagePool:
         self._kept[id(kept)] = kept
 
     def _evict(self) -> bool:
-        """Let one kept prefix move to the host's memory; False where none has pages."""
+        """Let what rests give up its pages, or else one kept prefix move to the host's memory; False where nothing has
+        any."""
+        if self.spare():
+            return True
         kept = next(self._kept.values(), None)
         if kept is None:
             return False

@@ -29,6 +29,9 @@ from shard_worker.snapshots.store import SnapshotStore
 MAX_ROWS = 8192
 """Most rows of a tensor that a role takes: a step's, or features for a draft."""
 
+KEPT_ROWS_BYTES = 64 << 20
+"""What may be kept by default of rows that were sent to the next stage."""
+
 PartT = TypeVar("PartT", bound=Any)
 
 
@@ -40,7 +43,8 @@ class RoleResources:
     stage's number or for None. paths: checkpoint directories on this host by the field of a load part that they
     replace, like `model_path`. graphs: whether steps may run as CUDA graphs. pools: where each
     device's pages come from. roles: the worker's roles by name, each other's neighbours; complete once all of them are
-    made. lease: whose the worker is.
+    made. lease: whose the worker is. kept_rows_bytes: what may be kept of rows that were sent to the next stage, to be
+    sent again where that is lost; 0 to keep none.
     """
 
     thread: DeviceThread
@@ -54,6 +58,7 @@ class RoleResources:
     pools: Mapping[Device, PagePool] = field(default_factory=dict)
     roles: Mapping[Role, WorkerRole[Any]] = field(default_factory=dict)
     lease: Lease = field(default_factory=Lease)
+    kept_rows_bytes: int = KEPT_ROWS_BYTES
 
 
 class WorkerRole(ABC, Generic[PartT]):

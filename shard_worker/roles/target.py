@@ -47,6 +47,8 @@ from shard_worker.session.checks import check_limits, check_route
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
+from shard_worker.session.resting import RestingSession, RestingSessions, held_length
+from shard_worker.session.sent_rows import SentRows
 from shard_worker.session.session import DeviceEvents, SessionHost, TargetSession
 from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
@@ -54,7 +56,7 @@ from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.batch_invariance import allocate
 from shard_worker.stage.batch_runner import MAX_SESSIONS
 from shard_worker.stage.loader import NOTHING_HELD, CaptureRequest, HeldWeights, StageLoader
-from shard_worker.stage.stage import Stage
+from shard_worker.stage.stage import Stage, StageState
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import DenseWeight, RowLookup
@@ -126,7 +128,7 @@ class TargetRole(WorkerRole[LoadTarget]):
     """Implements `services.rpc.stage.StagePort`.
 
     loaded: the stage, None before the first load and after one that failed. sessions: those that are open. batches:
-    their steps that wait.
+    their steps that wait. resting: what is left of sessions that lost a stage behind this one.
     """
 
     description_field = "target"
@@ -143,6 +145,9 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._drafting = DraftBatches(resources.thread, self._announce)
         self.batches = StepBatches(resources.thread, self.sessions, self._drafting)
         self._edges = BatchEdges(resources.thread, self.batches)
+        self.resting = RestingSessions(resources.kept_rows_bytes)
+        for pool in resources.pools.values():
+            pool.spare = self.resting.drop_one
 
     @property
     def part(self) -> LoadTarget | None:
@@ -191,6 +196,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         on_progress: called with the bytes loaded so far and in all. Errors as in `StageLoader` and `capture_request`.
         """
         loaded, self.loaded = self.loaded, None
+        self.resting.clear()
         resources = self.resources
         checkpoint = open_checkpoint(part.model_path, quantization=part.quantization, rope_scaling=part.rope_scaling)
         held = NOTHING_HELD
@@ -228,6 +234,7 @@ class TargetRole(WorkerRole[LoadTarget]):
 
     def unload(self) -> None:
         self.loaded = None
+        self.resting.clear()
         # They hold the engine of a draft, the head and what was captured with them.
         self._drafts = StageDrafts(self.resources)
 
@@ -289,26 +296,48 @@ class TargetRole(WorkerRole[LoadTarget]):
             loaded = self._loaded_for(request)
             stage = loaded.stage
             sampler = None if request.route else await self._sampler(request, loaded)
-            state = await self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
+            resting = self._resting(request)
+            state = None
+            if resting is None:
+                state = await self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
-        identity = StageIdentity(location, stage.layers)
         host = SessionHost(
             self.resources.thread,
             stage,
             loaded.keeper,
-            identity,
+            StageIdentity(location, stage.layers),
             self.sessions,
             self.batches,
             self._drafting,
             self._edges,
             self._device_events(),
+            self.resting,
         )
         session: TargetSession
         if sampler is None:
-            downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)
-            session = RelaySession(host, request, state, above, downstream)
+            steps = above is not None or stage.embedding is not None
+            try:
+                downstream = await self._open_next(request, steps=steps)
+            except BaseException:
+                if resting is not None:
+                    # The chain may not be whole yet.
+                    self.resting.add(resting)
+                raise
+            sent = SentRows(self.resting.rows) if self._keeps_rows(request) else None
+            if state is None:
+                assert resting is not None
+                try:
+                    held, state = await self._taken_up(resting, request, loaded, downstream)
+                except BaseException:
+                    await downstream.close()
+                    raise
+                if held:
+                    sent = resting.sent
+                    host = replace(host, identity=replace(host.identity, held_length=held))
+            session = RelaySession(host, request, state, above, downstream, sent)
         else:
+            assert state is not None
             draft = None
             if request.draft is not None:
                 draft = await self._drafts.open(request, loaded)
@@ -319,6 +348,30 @@ class TargetRole(WorkerRole[LoadTarget]):
         following = FollowingSession(session, request, session.limits)
         session.on_answer = following.take
         return following
+
+    def _keeps_rows(self, request: OpenSession) -> bool:
+        return request.rest is not None and bool(self.resources.kept_rows_bytes)
+
+    def _resting(self, request: OpenSession) -> RestingSession | None:
+        """Return what is left here of the session that is opened anew, if anything is."""
+        if request.rest is None or not request.rest.token_ids:
+            return None
+        return self.resting.take(request.rest.session_id)
+
+    async def _taken_up(
+        self, resting: RestingSession, request: OpenSession, loaded: LoadedStage, downstream: StageSession
+    ) -> tuple[int, StageState]:
+        """Return how many tokens of a session that rested need not be computed again, and its memory from there on; 0
+        and new memory where that is of no use. downstream: the session on the next stage. Errors as in `allocate`."""
+        assert request.rest is not None
+        needed = max(request.rest.first_position, min(stage.held_length for stage in downstream.stages))
+        trims = trimmable(loaded.keeper.groups)
+
+        def take_up() -> tuple[int, StageState]:
+            held = held_length(resting, request, loaded.stage, needed, trimmable=trims)
+            return held, resting.state if held else allocate(request, loaded.stage, loaded.invariant_rows)
+
+        return await self.resources.thread.submit(take_up)
 
     def _device_events(self) -> DeviceEvents:
         """Return what the device thread tells this event loop."""

@@ -152,11 +152,31 @@ def check_activation(forward: Forward, stage: Stage) -> None:
         )
 
 
-def check_save(save: SnapshotSave, length: int) -> None:
+def check_held(forward: Forward, held_length: int) -> None:
+    """Check that a step's rows are computed already or yet to be computed, all of them.
+
+    held_length: how many tokens are computed already. Raises InvalidArgument for rows before that position and behind.
+    """
+    first, last = forward.base_position, forward.base_position + len(forward.token_ids)
+    if first < held_length < last:
+        raise InvalidArgument(
+            f"the step has rows {first} to {last}, and {held_length} tokens are held: end it there, and begin another",
+            field="token_ids",
+        )
+
+
+def check_save(save: SnapshotSave, length: int, held_length: int) -> None:
     """Check that a prefix to be kept ends where the session is.
 
-    length: committed tokens. Raises FailedPrecondition for another length, and where no token is committed.
+    length: committed tokens. held_length: how many were computed already when the session was opened. Raises
+    FailedPrecondition for another length, where no token is committed, and before the end of what is held.
     """
+    if length < held_length:
+        raise FailedPrecondition(
+            f"length is {save.length}, and the state is that behind {held_length} tokens, which are held",
+            reason="OUT_OF_STEP",
+            field="length",
+        )
     if save.length != length or not save.length:
         raise FailedPrecondition(
             f"length is {save.length}, {length} tokens are committed: a prefix is kept where the session is",

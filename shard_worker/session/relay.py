@@ -36,6 +36,8 @@ from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
 from shard_worker.session.following import is_followed, probable_following_step, step_behind
+from shard_worker.session.resting import RestingSession
+from shard_worker.session.sent_rows import SentRows
 from shard_worker.session.session import (
     DeviceEvent,
     DeviceSession,
@@ -52,7 +54,11 @@ from shard_worker.stage.stage import StageState
 
 
 class RelaySession(TargetSession):
-    """The half on the event loop. downstream: the session on the next stage."""
+    """The half on the event loop. downstream: the session on the next stage.
+
+    Where a stage behind this one is lost, the session's memory may rest here, and another one take it up: that computes
+    nothing up to where this one came, and sends on the same rows again.
+    """
 
     _device: RelayDeviceSession
 
@@ -63,8 +69,13 @@ class RelaySession(TargetSession):
         state: StageState,
         above: StepLane | None,
         downstream: StageSession,
+        sent: SentRows | None = None,
     ) -> None:
+        """sent: the rows that went to the next stage, also those of the session that rested; None to keep none."""
         self.downstream = downstream
+        self._sent = sent
+        self._below_lost = False
+        """Whether the session ends since a stage behind this one is lost."""
         self._unanswered: deque[PassedStep] = deque()
         # This stage's parts of snapshots that the stages below have not answered yet.
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
@@ -79,7 +90,7 @@ class RelaySession(TargetSession):
         """Whether draft tokens are still to come in `events` for the last step that was answered there."""
         self._all_together_answered = asyncio.Event()
         lanes = Lanes(above, downstream.step_lane)
-        device = RelayDeviceSession(host, request, state, lanes, self._handle)
+        device = RelayDeviceSession(host, request, state, lanes, self._handle, sent)
         super().__init__(host, request, device, downstream.stages)
 
     async def events(self) -> AsyncIterator[Event]:
@@ -98,6 +109,7 @@ class RelaySession(TargetSession):
                         event = replace(event, parts=(self._restored, *event.parts))
                         self._restored = None
                 if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
+                    self._below_lost = event.reason is FailureReason.LINK_BROKEN
                     self._record.failed(event.reason)
                     yield event
                     return
@@ -107,6 +119,7 @@ class RelaySession(TargetSession):
                 raise Unavailable("the stage ended the session")
         except FlashsplitError as error:
             failure = failure_below(error, self.downstream.stages[0].location)
+            self._below_lost = failure.reason is FailureReason.LINK_BROKEN
             self._record.failed(failure.reason)
             yield failure
         if self._error is not None:
@@ -128,6 +141,9 @@ class RelaySession(TargetSession):
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         self._count_step()
+        if self._holds(forward):
+            await self._send_again(forward, arrived_ns)
+            return
         if forward.kind is StepKind.PREFILL:
             outgoing = await self.host.thread.awaited(self._device.launch(forward))
             self._length += len(forward.token_ids)
@@ -149,6 +165,19 @@ class RelaySession(TargetSession):
         self._note(PassedStep.of(passed, arrived_ns, forward_ns))
         await self.downstream.forward(passed)
 
+    async def _send_again(self, forward: Forward, arrived_ns: int) -> None:
+        """Send a step on whose rows are computed already, with what went to the next stage before."""
+        assert self._sent is not None
+        self._device.skip(forward.step)
+        if forward.kind is not StepKind.VERIFY:
+            self._length += len(forward.token_ids)
+        if self.downstream.stages[0].held_length < forward.base_position + len(forward.token_ids):
+            forward = self._sent.again(forward, features=self._request.draft is not None)
+        else:
+            forward = replace(forward, activation=None, features=())
+        self._note(PassedStep.of(forward, arrived_ns, 0))
+        await self.downstream.forward(forward)
+
     async def _together_answered(self) -> None:
         """Wait until no step is under way that went on together with others: what goes on the session's own stream
         would come before it."""
@@ -163,6 +192,7 @@ class RelaySession(TargetSession):
             else:
                 rows = len(outgoing.forward.token_ids)
                 passed, forward_ns = await self.host.thread.result_of(outgoing.wait, "chunk", rows)
+            self._device.keep(passed)
             self._note(PassedStep.of(passed, arrived_ns, forward_ns))
             await self.downstream.forward(passed)
 
@@ -187,6 +217,7 @@ class RelaySession(TargetSession):
             case StepNotSent(step):
                 self._begin(self.downstream.forward, step)
             case SessionBroken(error):
+                self._below_lost = self._below_lost or error.code_name == "UNAVAILABLE"
                 self.fail(error)
 
     def _apply(self, commit: Commit) -> Commit:
@@ -239,9 +270,15 @@ class RelaySession(TargetSession):
 
     async def _restore(self, restore: SnapshotRestore, own: SnapshotPart) -> None:
         self._restored = own
+        if self._sent is not None and not self._held:
+            self._sent.begin(restore.token_ids)
         await self.downstream.restore_snapshot(restore)
 
     # --- its end
+
+    def _leave_memory(self) -> None:
+        if self._below_lost and self._sent is not None:
+            self.host.resting.add(RestingSession(self.host.stage, self._request, self.state, self._sent))
 
     def _end_events(self) -> None:
         # This ends the events from below, after which the error is raised.
@@ -299,6 +336,19 @@ class OutgoingStep:
 class RelayDeviceSession(DeviceSession):
     """The half on the device thread."""
 
+    def __init__(
+        self,
+        host: SessionHost,
+        request: OpenSession,
+        state: StageState,
+        lanes: Lanes,
+        handle: Callable[[DeviceEvent], None],
+        sent: SentRows | None,
+    ) -> None:
+        """sent: as of `RelaySession`."""
+        super().__init__(host, request, state, lanes, handle)
+        self._sent = sent
+
     _passed: PassedStep | None = None
     """The step that went on together with others and is not answered."""
     _counted = False
@@ -330,7 +380,19 @@ class RelayDeviceSession(DeviceSession):
             self._counted = True
             self._edges.add_step(self, step, arrived_ns)
             return None
-        return self._outgoing(step).wait()
+        passed, forward_ns = self._outgoing(step).wait()
+        self.keep(passed)
+        return passed, forward_ns
+
+    def keep(self, sent: Forward) -> None:
+        """Keep the rows of a step that goes to the next stage, to be sent again where that is lost; on either thread,
+        in the order of steps."""
+        if self._sent is not None:
+            self._sent.add(sent)
+
+    def skip(self, step: int) -> None:
+        """Count a step whose rows are computed already; on the event loop, before any other step."""
+        self._progress.step = step
 
     def launch(self, forward: Forward) -> Future[OutgoingStep]:
         """Have a chunk of a prompt computed, from any thread, on a GPU without waiting for it."""
@@ -369,6 +431,8 @@ class RelayDeviceSession(DeviceSession):
         if below is not None and leaving.lent:
             below.prepare(sent)
         leaving.wait_first()
+        # The next step may overwrite it as soon as this one is sent.
+        lasting = sent if self._sent is None else outgoing.lasting(sent)
         # Before its answer can come; the event loop wakes up behind it.
         self.tell(StepPassedOn(PassedStep.of(sent, arrived_ns, outgoing.elapsed_ns)))
         if below is None or not below.send(sent, leaving.wait if leaving.lent else None):
@@ -377,6 +441,7 @@ class RelayDeviceSession(DeviceSession):
         elif sent.more and step.alone:
             self._expect_token(sent)
             self._next.expect(sent)
+        self.keep(lasting)
         if step.alone:
             self._events.announce()
 
@@ -413,6 +478,7 @@ class RelayDeviceSession(DeviceSession):
     def passed_on(self, sent: Forward, arrived_ns: int, forward_ns: int) -> None:
         """Take note that a step goes on together with others. sent: as the next stage gets it; forward_ns: how long it
         took."""
+        self.keep(sent)
         self._passed = PassedStep.of(sent, arrived_ns, forward_ns, together=True)
         self.tell(StepPassedOn(self._passed, self._counted))
 

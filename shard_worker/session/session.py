@@ -53,9 +53,10 @@ from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.batch_edges import BatchEdges
-from shard_worker.session.checks import PassedStep, check_restore, check_rows, check_save, check_tensors
+from shard_worker.session.checks import PassedStep, check_held, check_restore, check_rows, check_save, check_tensors
 from shard_worker.session.following import StepLimits, check_limit, check_more
 from shard_worker.session.prelaunch import NextStep, Progress
+from shard_worker.session.resting import RestingSessions
 from shard_worker.session.step_batches import StepBatches, SteppingSession, WaitingStep
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -77,7 +78,7 @@ class SessionHost:
     stage presents itself to the coordinator. sessions: the open sessions, to which each adds itself until it closes.
     batches: computes steps of those sessions that wait at the same time. drafting: does what their drafts beside the
     stage have to do. edges: what they exchange with the stages beside it together. events: what the device thread
-    tells the event loop of them.
+    tells the event loop of them. resting: where their memory is left when a stage behind this one is lost.
     """
 
     thread: DeviceThread
@@ -89,6 +90,7 @@ class SessionHost:
     drafting: DraftBatches
     edges: BatchEdges
     events: DeviceEvents
+    resting: RestingSessions
 
 
 # --- what the device thread tells the event loop
@@ -237,6 +239,8 @@ class TargetSession(ABC):
         self._record = SessionRecord(request.request_id, request.trace, self._location, host.identity.layers)
         self._next_step = 0
         self._length = 0
+        self._held = host.identity.held_length
+        """How many tokens are computed already, by the session that rested."""
         self._tasks = BackgroundTasks(self.fail)
         # Steps go on, and answers go out, in their order.
         self._in_order = asyncio.Lock()
@@ -278,8 +282,19 @@ class TargetSession(ABC):
         if self._next_step or self._length:
             raise FailedPrecondition("restore comes before the first step", reason="OUT_OF_STEP", field="frame")
         check_restore(restore, self._request, self.host.stage.config.vocab_size)
-        own = await self.host.keeper.restore(restore, self._device.views(), self._location)
-        self._device.state().length = self._length = restore.length
+        if self._held and restore.length > self._held:
+            raise FailedPrecondition(
+                f"length is {restore.length}, and {self._held} tokens are held: say first_position when the session is "
+                "opened",
+                reason="OUT_OF_STEP",
+                field="length",
+            )
+        if self._held:
+            own = SnapshotPart(self._location, 0, 0)
+        else:
+            own = await self.host.keeper.restore(restore, self._device.views(), self._location)
+            self._device.state().length = restore.length
+        self._length = restore.length
         await self._restore(restore, own)
 
     @abstractmethod
@@ -299,11 +314,16 @@ class TargetSession(ABC):
         if self._closed:
             return
         self._closed = True
+        self._leave_memory()
         self._device.close()
         self._tasks.cancel()
         self.host.sessions.discard(self)
         self._record.end(why, self._length)
         await self._close_others(why)
+
+    def _leave_memory(self) -> None:
+        """Leave the session's memory to who takes it up, where that is to be; it is freed otherwise."""
+        return
 
     # --- what differs between the last stage and the others
 
@@ -348,9 +368,17 @@ class TargetSession(ABC):
         check_more(forward)
         self._check_answered()
         stage = self.host.stage
+        if not self._next_step and not self._length:
+            # What is held need not be gone through again.
+            self._length = min(forward.base_position, self._held)
         check_rows(forward, self._length, self._request, stage.config.vocab_size)
-        if forward.kind is not StepKind.RESUME:
+        check_held(forward, self._held)
+        if forward.kind is not StepKind.RESUME and not self._holds(forward):
             check_tensors(forward, stage, self._device.captures)
+
+    def _holds(self, forward: Forward) -> bool:
+        """Return whether a step's rows are computed already."""
+        return bool(forward.token_ids) and forward.base_position + len(forward.token_ids) <= self._held
 
     def _check_answered(self) -> None:
         if self._awaits_verify:
@@ -361,7 +389,7 @@ class TargetSession(ABC):
         if save.length != self._length:
             # The device thread may have answered steps that are not heard of here yet.
             self.host.events.handle_waiting()
-        check_save(save, self._length)
+        check_save(save, self._length, self._held)
 
     # --- background work and errors
 

@@ -99,8 +99,20 @@ class BatchRoute(_message.Message):
     stream_id: int
     def __init__(self, batches_id: _Optional[int] = ..., stream_id: _Optional[int] = ...) -> None: ...
 
+class SessionRest(_message.Message):
+    __slots__ = ("session_id", "rest_ms", "token_ids", "first_position")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REST_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    rest_ms: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_position: int
+    def __init__(self, session_id: _Optional[str] = ..., rest_ms: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_position: _Optional[int] = ...) -> None: ...
+
 class Open(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane", "exact_rows", "prompt_logprobs", "holder_id", "batches")
+    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane", "exact_rows", "prompt_logprobs", "holder_id", "batches", "rest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +133,7 @@ class Open(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     stage: int
@@ -141,7 +154,8 @@ class Open(_message.Message):
     prompt_logprobs: int
     holder_id: str
     batches: BatchRoute
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., holder_id: _Optional[str] = ..., batches: _Optional[_Union[BatchRoute, _Mapping]] = ...) -> None: ...
+    rest: SessionRest
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., holder_id: _Optional[str] = ..., batches: _Optional[_Union[BatchRoute, _Mapping]] = ..., rest: _Optional[_Union[SessionRest, _Mapping]] = ...) -> None: ...
 
 class ForwardFromTokens(_message.Message):
     __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more")
@@ -244,12 +258,14 @@ class FeatureSlice(_message.Message):
     def __init__(self, capture_index: _Optional[int] = ..., start_position: _Optional[int] = ..., features: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class StageIdentity(_message.Message):
-    __slots__ = ("location", "layers")
+    __slots__ = ("location", "layers", "held_length")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HELD_LENGTH_FIELD_NUMBER: _ClassVar[int]
     location: _failure_pb2.Location
     layers: _model_pb2.LayerRange
-    def __init__(self, location: _Optional[_Union[_failure_pb2.Location, _Mapping]] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ...) -> None: ...
+    held_length: int
+    def __init__(self, location: _Optional[_Union[_failure_pb2.Location, _Mapping]] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., held_length: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("stages", "lane", "step_lane", "batches")

@@ -1,0 +1,120 @@
+"""What a session has sent to the next stage: rows that this one can send again where that stage is lost.
+
+They are copies in host memory, made of what leaves the stage for the host in any case. All sessions of a worker share a
+bound; one whose rows find no room keeps none any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from services.messages.steps import FeatureSlice, Forward
+from services.messages.tensors import WireTensor
+
+
+class RowBudget:
+    """How many bytes of sent rows a worker keeps; on any thread.
+
+    size_bytes: the most. used_bytes: those of all sessions by now. spare: frees some that nobody may ask for, and
+    returns whether there were any.
+    """
+
+    def __init__(self, size_bytes: int, spare: Callable[[], bool] = lambda: False) -> None:
+        self.size_bytes, self.spare = size_bytes, spare
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> bool:
+        """Count so many more bytes, fewer where it is negative, and return whether there is room for them."""
+        while not self._counted(count):
+            if not self.spare():
+                return False
+        return True
+
+    def _counted(self, count: int) -> bool:
+        with self._lock:
+            fits = count <= 0 or self.used_bytes + count <= self.size_bytes
+            self.used_bytes += count if fits else 0
+            return fits
+
+
+@dataclass(slots=True)
+class _Column:
+    """A tensor's rows. capture_index: of features, as of `FeatureSlice`. width: elements of a row."""
+
+    dtype: str
+    width: int
+    row_bytes: int
+    capture_index: int | None
+    data: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def like(cls, tensor: WireTensor, capture_index: int | None = None) -> _Column:
+        rows, width = tensor.shape
+        return cls(tensor.dtype, width, len(tensor.data) // rows, capture_index)
+
+    def rows(self, first: int, last: int) -> WireTensor:
+        # A copy: what is lent out could not grow any more.
+        data = bytes(self.data[first * self.row_bytes : last * self.row_bytes])
+        return WireTensor(self.dtype, (last - first, self.width), data)
+
+
+class SentRows:
+    """The rows that one session has sent, by position.
+
+    token_ids: those of the session from position 0 on, as far as their rows were sent or restored. first: from this
+    position on the rows are kept up to the last of these tokens; None where there was no room for them.
+    """
+
+    def __init__(self, budget: RowBudget) -> None:
+        self._budget = budget
+        self.token_ids: list[int] = []
+        self.first: int | None = 0
+        self._columns: list[_Column] = []
+        """The activation, then the features."""
+        self._counted_bytes = 0
+
+    def __del__(self) -> None:
+        self._budget.take(-self._counted_bytes)
+
+    def begin(self, token_ids: tuple[int, ...]) -> None:
+        """Begin behind these tokens, which were restored: of them there are no rows."""
+        self.token_ids, self.first = [*token_ids], len(token_ids)
+
+    def add(self, sent: Forward) -> None:
+        """Keep the rows of a step as the next stage gets it. What was kept from its first position on is forgotten: it
+        did not count."""
+        base = sent.base_position
+        del self.token_ids[base:]
+        self.token_ids += sent.token_ids
+        if self.first is None or sent.activation is None:
+            return
+        if not self._columns:
+            pieces = [_Column.like(piece.features, piece.capture_index) for piece in sent.features]
+            self._columns = [_Column.like(sent.activation), *pieces]
+        at = base - self.first
+        added = sum((at + len(sent.token_ids)) * column.row_bytes - len(column.data) for column in self._columns)
+        if not self._budget.take(added):
+            self._forget()
+            return
+        self._counted_bytes += added
+        tensors = [sent.activation, *(piece.features for piece in sent.features)]
+        for column, tensor in zip(self._columns, tensors, strict=True):
+            column.data[at * column.row_bytes :] = tensor.data
+
+    def _forget(self) -> None:
+        self._budget.take(-self._counted_bytes)
+        self._columns, self._counted_bytes, self.first = [], 0, None
+
+    def again(self, forward: Forward, *, features: bool) -> Forward:
+        """Return a step with its rows as they were sent before; they must be kept. features: whether with those."""
+        assert self.first is not None
+        first = forward.base_position - self.first
+        activation, *pieces = (column.rows(first, first + len(forward.token_ids)) for column in self._columns)
+        slices = (
+            FeatureSlice(forward.base_position, piece, column.capture_index)
+            for piece, column in zip(pieces, self._columns[1:], strict=True)
+        )
+        return replace(forward, activation=activation, features=tuple(slices) if features else ())
