@@ -277,8 +277,12 @@ class RelaySession(TargetSession):
     # --- its end
 
     def _leave_memory(self) -> None:
-        if self._below_lost and self._sent is not None:
-            self.host.resting.add(RestingSession(self.host.stage, self._request, self.state, self._sent))
+        sent, self._sent = self._sent, None
+        self._device.keep_none()
+        if sent is not None and self._below_lost:
+            self.host.resting.add(RestingSession(self.host.stage, self._request, self.state, sent))
+        elif sent is not None:
+            sent.forget()
 
     def _end_events(self) -> None:
         # This ends the events from below, after which the error is raised.
@@ -387,8 +391,13 @@ class RelayDeviceSession(DeviceSession):
     def keep(self, sent: Forward) -> None:
         """Keep the rows of a step that goes to the next stage, to be sent again where that is lost; on either thread,
         in the order of steps."""
-        if self._sent is not None:
-            self._sent.add(sent)
+        kept = self._sent
+        if kept is not None:
+            kept.add(sent)
+
+    def keep_none(self) -> None:
+        """Keep no more rows: the session is over; on the event loop."""
+        self._sent = None
 
     def skip(self, step: int) -> None:
         """Count a step whose rows are computed already; on the event loop, before any other step."""

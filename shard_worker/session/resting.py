@@ -100,11 +100,11 @@ def held_length(resting: RestingSession, request: OpenSession, stage: Stage, nee
     assert rest is not None
     if not _alike(resting, request, stage):
         return 0
-    if state.pending and not trimmable:
-        # The first row of a block counts in any case.
-        stage.commit(state, state.length + 1)
+    # Of a block that was not answered here those rows count whose tokens were told.
+    agreed = min(state.length + state.pending, _common(resting.sent.token_ids, rest.token_ids))
+    if state.pending and agreed > state.length:
+        stage.commit(state, agreed)
     state.pending = state.ahead = 0
-    agreed = min(state.length, _common(resting.sent.token_ids, rest.token_ids))
     if trimmable:
         # The next step begins with the last token.
         agreed = min(agreed, len(rest.token_ids) - 1)

@@ -97,14 +97,15 @@ class SentRows:
         at = base - self.first
         added = sum((at + len(sent.token_ids)) * column.row_bytes - len(column.data) for column in self._columns)
         if not self._budget.take(added):
-            self._forget()
+            self.forget()
             return
         self._counted_bytes += added
         tensors = [sent.activation, *(piece.features for piece in sent.features)]
         for column, tensor in zip(self._columns, tensors, strict=True):
             column.data[at * column.row_bytes :] = tensor.data
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Keep no rows any more."""
         self._budget.take(-self._counted_bytes)
         self._columns, self._counted_bytes, self.first = [], 0, None
 

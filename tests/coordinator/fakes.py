@@ -34,6 +34,7 @@ from services.messages.steps import (
     Forward,
     Location,
     Proposal,
+    SessionRest,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
@@ -111,6 +112,7 @@ class Script:
     answer: the tokens that follow every prompt; behind its last one END follows for ever. guess: what the draft
     proposes for the token at an index of the answer. failures: what happens instead of the answer to a step, by the
     step's number. hold: while it is there and not set, steps are not answered. open_error: why sessions don't open.
+    held: what the stages hold, of which there are so many, once the session rested.
     """
 
     answer: tuple[int, ...] = says("hello")
@@ -119,6 +121,7 @@ class Script:
     hold: asyncio.Event | None = None
     open_error: FlashsplitError | None = None
     logprob: float = -0.5
+    held: tuple[int, ...] | None = None
 
     def token(self, index: int) -> int:
         """The answer's token of this index."""
@@ -143,6 +146,9 @@ class ScriptedSession:
 
     def __init__(self, script: Script, opening: Mapping[str, Any], kept: dict[str, int]) -> None:
         self.script, self.opening, self.kept = script, opening, kept
+        rest: SessionRest | None = opening.get("rest")
+        if rest is not None and rest.token_ids and script.held is not None:
+            self.stages = tuple(replace(self.stages[0], held_length=length) for length in script.held)
         self.forwards: list[Forward] = []
         self.restores: list[SnapshotRestore] = []
         self.saves: list[SnapshotSave] = []
@@ -179,7 +185,7 @@ class ScriptedSession:
             forward.step,
             length,
             tokens,
-            (StageTiming(1000, 2000),),
+            (StageTiming(1000, 2000),) * len(self.stages),
             self._logprobs(self.opening["logprobs"], len(tokens)),
             prompt_logprobs=self._logprobs(self.opening["prompt_logprobs"], of_prompt),
             propose_tokens=forward.propose_tokens,

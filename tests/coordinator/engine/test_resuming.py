@@ -60,6 +60,60 @@ async def test_an_answer_goes_on_behind_its_last_token(lost_at: int, block_size:
         assert (replayed.kind, bytes(replayed.token_ids)) == (StepKind.VERIFY, b"the qu")
 
 
+@pytest.mark.parametrize(
+    ("held", "bounds"),
+    [
+        ((13, 0), [0, 8, 13, 14]),
+        ((5, 0), [0, 5, 8, 14]),
+        ((14, 14), [14]),
+        ((15, 9), [9, 14]),
+        ((0, 0), [0, 8, 14]),
+    ],
+)
+async def test_what_stages_hold_is_not_gone_through_again(held: tuple[int, ...], bounds: list[int]) -> None:
+    """The next attempt begins where the first stage ends that knows the least, and each step ends where what a stage
+    holds does. It says which session it is, and all tokens that are known."""
+    script = Script(says(TEXT), failures=Once({7: BROKEN}), held=held)
+    cluster = ScriptedCluster(script)
+    _, answer = await answered(cluster, prompt="hi there")
+    assert answer.text == TEXT
+    [first, second] = cluster.sessions
+    rests = [session.opening["rest"] for session in (first, second)]
+    assert [rest.token_ids for rest in rests] == [(), tuple(b"hi there" + b"the qui")]
+    assert rests[0].session_id == rests[1].session_id
+    assert [rest.rest_ms for rest in rests] == [10_000, 10_000]
+    begun = [forward.base_position for forward in second.forwards if forward.base_position <= 14]
+    assert begun == bounds
+
+
+async def test_no_draft_tokens_are_looked_up_where_a_stage_is_further() -> None:
+    """The row of the last token is computed there, and a step ends behind it."""
+    text, prompt = says("abcabcabcabcabcabc"), b"hi there"
+    script = Script(text, failures=Once({7: BROKEN}))
+    cluster = ScriptedCluster(script)
+    answering = Generation(
+        cast(Any, cluster), request(prompt="hi there"), TOKENIZER, resume_timeout_s=10, prompt_lookup=True
+    )
+    tokens: list[int] = []
+    async for piece in answering.pieces():
+        tokens += piece.token_ids
+        if len(cluster.sessions) == 1:
+            script.held = (len(prompt) + len(tokens), 0)
+    assert tuple(tokens) == text
+    assert script.held is not None
+    [held, _] = script.held
+    steps = [(one.base_position, one.base_position + len(one.token_ids)) for one in cluster.session.forwards]
+    assert (held - 1, held) in steps
+    assert any(end - base > 1 for base, end in steps if base >= held)
+
+
+@pytest.mark.parametrize(("resume_timeout_s", "scored"), [(0, None), (10, 1)])
+async def test_what_cannot_be_taken_up_does_not_rest(resume_timeout_s: float, scored: int | None) -> None:
+    cluster = ScriptedCluster()
+    await answered(cluster, resume_timeout_s=resume_timeout_s, prompt_logprobs=scored)
+    assert cluster.session.opening["rest"] is None
+
+
 async def test_tokens_that_were_told_stay() -> None:
     """Where the second chain would have said something else, what was told is taken, and the answer goes on behind."""
     cluster = ScriptedCluster(Script(says(TEXT), failures=Once({25: BROKEN})))

@@ -43,6 +43,7 @@ from services.messages.steps import (
     OpenSession,
     Proposal,
     SessionRequest,
+    SessionRest,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
@@ -58,6 +59,7 @@ from services.telemetry.trace_context import Trace
 from tests.services.fakes import OPEN, PARTS, tensor
 
 HERE = Location(2, "alpha", "cuda:0", "h:1")
+REST = SessionRest("0123456789abcdef", 120_000, (5, 0, 7), 3)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +71,30 @@ HERE = Location(2, "alpha", "cuda:0", "h:1")
         replace(OPEN, route=(), sampling=SamplingParams(), stop_token_ids=frozenset()),
         replace(OPEN, stage=0, max_length=2**32 - 1, request_id="ü" * 100),
         replace(OPEN, trace=Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", sampled=True)),
+        replace(OPEN, rest=REST),
+        replace(OPEN, rest=SessionRest("0123456789abcdef" * 4, 1)),
     ],
 )
 def test_open_round_trip(request_: OpenSession) -> None:
     """Every field of Open survives the wire; absent and zero stay different."""
     raw = open_to_message(request_).SerializeToString()
     assert open_from_message(stage_pb2.Open.FromString(raw)) == request_
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"session_id": "short"}, "session_id has 5 characters; it must be 16 to 64"),
+        ({"session_id": "a" * 65}, "session_id has 65 characters"),
+        ({"session_id": "\n" * 20}, "all of them printable"),
+        ({"rest_ms": 0}, "rest_ms is 0; it must be between 1 and 3600000"),
+        ({"rest_ms": 3_600_001}, "rest_ms is 3600001"),
+    ],
+)
+def test_a_rest_that_makes_no_sense_is_refused(fields: dict[str, Any], text: str) -> None:
+    message = open_to_message(replace(OPEN, rest=replace(REST, **fields)))
+    with pytest.raises(InvalidArgument, match=text):
+        open_from_message(message)
 
 
 def test_zero_penalties_are_not_absent() -> None:
@@ -271,7 +291,9 @@ def test_unknown_answers_are_refused() -> None:
 
 def test_opened_round_trip() -> None:
     """The stages come back in order; an opening without any is refused."""
-    stages = tuple(StageIdentity(replace(HERE, stage=index), LayerRange(index, index + 1)) for index in range(3))
+    stages = tuple(
+        StageIdentity(replace(HERE, stage=index), LayerRange(index, index + 1), 7 * index) for index in range(3)
+    )
     assert opened_from_message(opened_to_message(stages)) == stages
     with pytest.raises(InvalidArgument, match="opened names no stage"):
         opened_from_message(stage_pb2.Opened())

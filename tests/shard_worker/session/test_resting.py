@@ -1,0 +1,278 @@
+"""Where a stage is lost the stages before it need not compute again what they have computed for a session."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from services.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from services.messages.steps import Failure, FailureReason, OpenSession, SessionRest, StepKind
+from shard_worker.cache.page_pool import PagePool
+from shard_worker.session.resting import RestingSessions
+from shard_worker.session.sent_rows import RowBudget, SentRows
+from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
+from tests.shard_worker.tiny import ids
+
+PROMPT, COUNT, CHUNK = ids(20), 14, 8
+NAME = "a-name-nobody-guesses"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(make_chain: MakeChain) -> Iterator[None]:
+    """Whatever became of them: no session, no memory of one and none of its rows is left."""
+    yield
+    for chain in make_chain.chains.values():
+        for role in chain.roles:
+            role.resting.clear()
+            gc.collect()
+            assert (len(role.sessions), len(role.resting), role.resting.rows.used_bytes) == (0, 0, 0)
+
+
+def rest(token_ids: list[int] | None = None, **changes: Any) -> SessionRest:
+    return replace(SessionRest(NAME, 60_000, tuple(token_ids or ())), **changes)
+
+
+def held(client: Client) -> list[int]:
+    return [stage.held_length for stage in client.session.stages]
+
+
+def computed(chain: Chain) -> list[int]:
+    """How many rows each stage has computed so far."""
+    return [role.batch_counts.rows for role in chain.roles]
+
+
+async def lose(chain: Chain, client: Client, stage: int) -> None:
+    """Lose a stage of the only session, and read that off its events."""
+    chain.roles[stage].fail_sessions(Unavailable("the stage is gone"))
+    async for event in client.events:
+        if isinstance(event, Failure):
+            assert event.reason is FailureReason.LINK_BROKEN
+            break
+    else:
+        raise AssertionError("the session went on")
+
+
+async def go_on(client: Client, known: list[int], count: int, propose: int = 0) -> list[int]:
+    """Compute the known tokens but for the last one as a coordinator does, then the next ones. Returns all of them."""
+    edges = sorted({len(PROMPT), len(known) - 1, *(at for at in held(client) if at < len(known))})
+    client.length = min(held(client))
+    while client.length < len(known) - 1:
+        end = min(min(edge for edge in edges if edge > client.length), client.length + CHUNK)
+        rows = known[client.length : end]
+        kind = StepKind.VERIFY if client.length >= len(PROMPT) and len(rows) > 1 else StepKind.PREFILL
+        await client.step(kind, rows)
+        assert client.length == end
+    tokens = list(known[len(PROMPT) :])
+    block: tuple[int, ...] = ()
+    while len(tokens) < count:
+        last = tokens[-1] if tokens else known[-1]
+        kind = StepKind.VERIFY if block else StepKind.DECODE
+        commit, block = await client.step(kind, [last, *block], propose)
+        tokens += commit.token_ids
+    return tokens
+
+
+LOST = [((2,), 1, [True, False]), ((1, 3), 2, [True, True, False]), ((1, 3), 1, [True, False, False])]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("cuts", "lost", "held_by"), LOST)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_only_the_lost_stage_and_those_behind_it_compute_anew(
+    name: str, cuts: tuple[int, ...], lost: int, held_by: list[bool], drafted: bool, make_chain: MakeChain
+) -> None:
+    """Also of recurrent layers, and with a draft, whose blocks are those that an undisturbed session gets."""
+    chain, propose = make_chain(name, cuts, drafted), BLOCK - 1 if drafted else 0
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, PROMPT, COUNT + BLOCK, propose)
+    async with chain.session(rest=rest()) as client:
+        tokens = await go_on(client, PROMPT, COUNT, propose)
+        await lose(chain, client, lost)
+    known = [*PROMPT, *tokens]
+    before = computed(chain)
+    async with chain.session(rest=rest(known)) as client:
+        assert [at > 0 for at in held(client)] == held_by
+        assert all(at >= len(known) - 1 for at in held(client) if at)
+        assert await go_on(client, known, COUNT + BLOCK, propose) == expected
+    rows = [behind - ahead for behind, ahead in zip(computed(chain), before, strict=True)]
+    new_rows = rows[-1] - (len(known) - 1)
+    for at, is_held in zip(rows, held_by, strict=True):
+        # A recurrent stage has computed the row of the last token, too.
+        assert at in ((new_rows, new_rows - 1) if is_held else (rows[-1],))
+
+
+async def lost_behind(chain: Chain, count: int = COUNT, **changes: Any) -> list[int]:
+    """Lose the last stage of a session, and return its tokens. changes: of how it rests."""
+    async with chain.session(rest=rest(**changes)) as client:
+        tokens = await go_on(client, PROMPT, count)
+        await lose(chain, client, len(chain.roles) - 1)
+    return [*PROMPT, *tokens]
+
+
+async def test_it_rests_for_its_time_alone(make_chain: MakeChain) -> None:
+    chain = make_chain("qwen3", (2,))
+    known = await lost_behind(chain, rest_ms=1)
+    while len(chain.roles[0].resting):
+        await asyncio.sleep(0.001)
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [0, 0]
+
+
+async def test_another_name_takes_nothing_up(make_chain: MakeChain) -> None:
+    chain = make_chain("qwen3", (2,))
+    known = await lost_behind(chain)
+    async with chain.session(rest=rest(known, session_id="b-name-nobody-guesses")) as client:
+        assert held(client) == [0, 0]
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [len(known) - 1, 0]
+
+
+async def test_what_is_closed_does_not_rest(make_chain: MakeChain) -> None:
+    chain = make_chain("qwen3", (2,))
+    async with chain.session(rest=rest()) as client:
+        await go_on(client, PROMPT, 2)
+    assert not len(chain.roles[0].resting)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("qwen3", len(PROMPT) + 3), ("qwen3_5", 0)])
+async def test_other_tokens(name: str, expected: int, make_chain: MakeChain) -> None:
+    """The state behind tokens that are not the caller's is of no use: attention is cut to those that are, and layers
+    that are recurrent begin anew."""
+    chain = make_chain(name, (2,))
+    known = await lost_behind(chain)
+    known[len(PROMPT) + 3] = (known[len(PROMPT) + 3] + 1) % 256
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [expected, 0]
+
+
+@pytest.mark.parametrize("longer", [False, True])
+async def test_a_session_of_another_shape(longer: bool, make_chain: MakeChain) -> None:
+    """One that is longer, or computes rows otherwise, gets memory of its own."""
+    chain = make_chain("qwen3", (2,))
+    known = await lost_behind(chain)
+    changes: dict[str, Any] = {"max_length": 500} if longer else {"batch_invariant_rows": 16}
+    async with chain.session(rest=rest(known), **changes) as client:
+        assert held(client) == [0, 0]
+
+
+async def test_a_stage_that_is_not_there_yet(make_chain: MakeChain) -> None:
+    """Where the chain is not whole yet when it is opened anew, the state goes on to rest."""
+    chain = make_chain("qwen3", (2,))
+    known = await lost_behind(chain)
+    with pytest.raises(KeyError):
+        await chain.roles[0].open(_elsewhere(chain.request(rest=rest(known))))
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [len(known) - 1, 0]
+
+
+def _elsewhere(request: OpenSession) -> OpenSession:
+    [hop] = request.route
+    return replace(request, route=(replace(hop, address="nobody:1"),))
+
+
+async def test_rows_that_find_no_room(make_chain: MakeChain) -> None:
+    """All is computed anew where they are not there to be sent again, with the same tokens."""
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, PROMPT, COUNT + 4)
+    rows = chain.roles[0].resting.rows
+    size_bytes, rows.size_bytes = rows.size_bytes, 4000
+    try:
+        known = await lost_behind(chain)
+        assert rows.used_bytes == 0
+        async with chain.session(rest=rest(known)) as client:
+            assert held(client) == [0, 0]
+            assert await go_on(client, known, COUNT + 4) == expected
+    finally:
+        rows.size_bytes = size_bytes
+
+
+async def test_a_restored_prefix(make_chain: MakeChain) -> None:
+    """Rows of a prefix that was restored were never sent: who begins behind it again gets what came later, who begins
+    before it begins at once."""
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as client:
+        await client.prefill(PROMPT[:8])
+        await client.save("kept")
+    for first_position, expected in ((8, [19, 0]), (0, [0, 0])):
+        async with chain.session(rest=rest()) as client:
+            await client.restore("kept", PROMPT[:8])
+            await client.prefill(PROMPT[8:])
+            await lose(chain, client, 1)
+        async with chain.session(rest=rest(PROMPT, first_position=first_position)) as client:
+            assert held(client) == expected
+            if first_position:
+                await client.restore("kept", PROMPT[:8])
+                commit, _ = await client.step(StepKind.PREFILL, PROMPT[8:19])
+                assert [timing.forward_ns > 0 for timing in commit.timings] == [False, True]
+                commit, _ = await client.step(StepKind.DECODE, PROMPT[19:])
+                restored = commit.token_ids
+            else:
+                assert (await client.plain(PROMPT, 1)) == [*restored]
+    chain.free_snapshots()
+
+
+async def test_what_does_not_fit_what_is_held(make_chain: MakeChain) -> None:
+    """A step over the end of it, a prefix kept before that, and one restored behind it are refused."""
+    chain = make_chain("qwen3", (2,))
+    known = await lost_behind(chain)
+    async with chain.session(rest=rest(known)) as client:
+        [at, _] = held(client)
+        with pytest.raises(InvalidArgument, match=f"rows 0 to {at + 1}, and {at} tokens are held"):
+            await client.send(client.frame(StepKind.PREFILL, known))
+    known = await lost_behind(chain)
+    async with chain.session(rest=rest(known)) as client:
+        await client.step(StepKind.PREFILL, known[:5])
+        with pytest.raises(FailedPrecondition, match=f"the state is that behind {at} tokens"):
+            await client.save("early")
+    known = await lost_behind(chain)
+    async with chain.session(rest=rest(known)) as client:
+        with pytest.raises(FailedPrecondition, match=f"{at} tokens are held: say first_position"):
+            await client.restore("behind", known)
+
+
+async def test_what_rests_gives_way_first(make_chain: MakeChain) -> None:
+    """Where pages end, and where rows find no room."""
+    chain = make_chain("qwen3", (2,))
+    resting = chain.roles[0].resting
+    await lost_behind(chain)
+    pool = PagePool(2048)
+    pool.spare = resting.drop_one
+    page = pool.page((64,), torch.uint8, torch.device("cpu"))
+    assert len(resting) == 1
+    del page
+    with pytest.raises(ResourceExhausted, match="no memory is left"):
+        pool.page((4000,), torch.uint8, torch.device("cpu"))
+    assert not len(resting)
+    await lost_behind(chain)
+    assert resting.rows.take(resting.rows.size_bytes)
+    assert not len(resting)
+    resting.rows.take(-resting.rows.size_bytes)
+
+
+def test_a_budget_counts_what_is_there() -> None:
+    resting = RestingSessions(10)
+    assert resting.rows.take(10)
+    assert not resting.rows.take(1)
+    resting.rows.take(-10)
+    budget = RowBudget(0)
+    sent = SentRows(budget)
+    del sent
+    assert budget.used_bytes == 0
+
+
+async def test_another_part_leaves_nothing(make_chain: MakeChain) -> None:
+    """What a stage had computed for sessions goes with it."""
+    chain = make_chain("qwen3", (2,))
+    await lost_behind(chain)
+    role = chain.roles[0]
+    assert role.part is not None
+    assert len(role.resting) == 1
+    role.load(role.part, lambda *_: None)
+    assert not len(role.resting)
