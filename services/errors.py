@@ -139,6 +139,12 @@ OUT_OF_MEMORY = "OUT_OF_MEMORY"
 CLOSED = "closed"
 """The word for how a session ends that its caller closes."""
 
+CANCELLED = "cancelled"
+"""The word for how a session ends whose stream its caller cancels, or whose caller is gone."""
+
+LEFT = "left"
+"""The word for how a session ends that may be taken up here: a stage before this one was lost."""
+
 
 def ending(error: BaseException | None) -> str:
     """Return what ended a session, in a word: CLOSED, "cancelled" by its caller, or the error's reason.
@@ -152,7 +158,7 @@ def ending(error: BaseException | None) -> str:
         return error.reason.lower()
     # gRPC raises errors of its own where a stream is gone.
     is_stream_gone = isinstance(error, asyncio.CancelledError | grpc.aio.BaseError)
-    return "cancelled" if is_stream_gone else InternalError.code.name.lower()
+    return CANCELLED if is_stream_gone else InternalError.code.name.lower()
 
 
 _SOCKET = re.compile(r"(?:the worker at )?unix:[^\s,:;()\[\]]+")

@@ -452,8 +452,8 @@ class ChainAttempt:
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the workers keep the state behind the first `length` tokens, which are all that is committed; not where
-        a stage is further already."""
-        if length < max(self._held):
+        a stage has computed no row of its own yet."""
+        if length <= max(self._held):
             return
         if self._prefix is not None and (save := await self._prefix.save(tuple(self._sequence[:length]))) is not None:
             await session.save_snapshot(save)

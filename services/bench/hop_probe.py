@@ -138,6 +138,9 @@ class _Stage:
     async def open(self, request: OpenSession, above: StepLane | None = None) -> StageSession:
         return _Session(self._identity)
 
+    async def forget(self, session_id: str) -> None:
+        """Nothing rests."""
+
 
 class _Bare(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:

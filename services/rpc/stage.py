@@ -7,10 +7,12 @@ hands them over to the port and back, and ends the stream with the session and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
@@ -22,7 +24,7 @@ from flashsplit.shard.v1 import (
     stage_service_pb2 as pb,
     stage_service_pb2_grpc as pb_grpc,
 )
-from services.errors import CLOSED, FlashsplitError, InvalidArgument, Unavailable, answering, ending
+from services.errors import CLOSED, LEFT, FlashsplitError, InvalidArgument, Unavailable, answering, ending
 from services.event_loop import first_done
 from services.messages.batch_frames import (
     BATCH_FRAMES,
@@ -69,6 +71,12 @@ from services.telemetry.trace_context import log_for
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
 
 log = structlog.get_logger()
+
+FORGET_S = 5.0
+"""How long a stage may take to hear that a session's state need not rest."""
+
+_forgetting = set[asyncio.Task[None]]()
+"""Calls that tell stages so, which nobody awaits."""
 
 MAX_STEPS_AHEAD = 64
 """The steps that a stage takes before it waits for the caller to read answers, so that unread ones cannot pile up."""
@@ -118,7 +126,8 @@ class StageSession(Protocol):
         a SnapshotSaved or SnapshotRestored for each request; a Failure when something below broke."""
 
     async def close(self, why: str = CLOSED) -> None:
-        """Free the session here and below. Safe to call twice. why: what ended it, in a word for the log."""
+        """Free the session here and below. Safe to call twice. why: what ended it, in a word for the log; LEFT and
+        CANCELLED leave its state to rest, where it may."""
 
 
 class StagePort(Protocol):
@@ -130,6 +139,9 @@ class StagePort(Protocol):
         above: the lane from the stage before, through which steps that follow by themselves come. Raises
         FailedPrecondition when the stage holds something else than the caller expects.
         """
+
+    async def forget(self, session_id: str) -> None:
+        """Let a session's state not rest, here and below: no stage was lost."""
 
 
 class StageServicer(pb_grpc.StageServiceServicer):
@@ -209,6 +221,13 @@ class StageServicer(pb_grpc.StageServiceServicer):
             finally:
                 del self._batches[number]
                 batches.close()
+
+    async def ForgetSession(
+        self, request: pb.ForgetSessionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ForgetSessionResponse:
+        async with answering(context):
+            await self._port.forget(request.session_id)
+            return pb.ForgetSessionResponse()
 
     async def _ended(self) -> None:
         await self._ending.wait()
@@ -373,13 +392,21 @@ class RemoteStage:
                 step_lane = None
             elif step_lane is not None and not response.opened.batches:
                 step_lane.batches = None
-            return RemoteStageSession(stream, opened_from_message(response.opened), sender, step_lane)
+            # A first stage knows by itself how its session ends.
+            resting_id = request.rest.session_id if request.rest is not None and request.stage else None
+            forget = None if resting_id is None else functools.partial(self.forget, resting_id)
+            return RemoteStageSession(stream, opened_from_message(response.opened), sender, step_lane, forget)
         except BaseException:
             stream.cancel()
             raise
         finally:
             if lane is not None and not stream.uses_lane(lane):
                 lane.close()
+
+    async def forget(self, session_id: str) -> None:
+        """Have the stage forget a session; where that fails its state rests for as long as it may."""
+        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+            await self._stub.ForgetSession(pb.ForgetSessionRequest(session_id=session_id), timeout=FORGET_S)
 
     def _step_lane(self, message: shared_memory_pb2.FrameLane) -> StepLane | None:
         link = self._link
@@ -399,8 +426,11 @@ class RemoteStageSession:
         stages: tuple[StageIdentity, ...],
         sender: LinkSender | None = None,
         step_lane: StepLane | None = None,
+        forget: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        """forget: has the stage forget the session whose stream ends; None where its state does not rest."""
         self._stream, self._sender, self.step_lane = stream, sender, step_lane
+        self._forget = forget
         self.stages = stages
         self.max_tensor_bytes = 0
         self.max_feature_slices = 0
@@ -431,6 +461,15 @@ class RemoteStageSession:
                 yield event
 
     async def close(self, why: str = CLOSED) -> None:
-        await self._stream.close()
+        if why == LEFT:
+            self._stream.cancel()
+        else:
+            forget, self._forget = self._forget, None
+            if forget is not None:
+                # The session's end does not wait for it.
+                forgetting = asyncio.ensure_future(forget())
+                _forgetting.add(forgetting)
+                forgetting.add_done_callback(_forgetting.discard)
+            await self._stream.close()
         if self._sender is not None:
             self._sender.close()

@@ -297,8 +297,10 @@ class TargetRole(WorkerRole[LoadTarget]):
             stage = loaded.stage
             sampler = None if request.route else await self._sampler(request, loaded)
             resting = self._resting(request)
-            state = None
-            if resting is None:
+            held, state = 0, None
+            if resting is not None and sampler is not None:
+                held, state = await self._taken_up(resting, request, loaded, None)
+            elif resting is None:
                 state = await self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
@@ -306,7 +308,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             self.resources.thread,
             stage,
             loaded.keeper,
-            StageIdentity(location, stage.layers),
+            StageIdentity(location, stage.layers, held),
             self.sessions,
             self.batches,
             self._drafting,
@@ -324,7 +326,7 @@ class TargetRole(WorkerRole[LoadTarget]):
                     # The chain may not be whole yet.
                     self.resting.add(resting)
                 raise
-            sent = SentRows(self.resting.rows) if self._keeps_rows(request) else None
+            sent = self._sent_rows(request)
             if state is None:
                 assert resting is not None
                 try:
@@ -342,15 +344,26 @@ class TargetRole(WorkerRole[LoadTarget]):
             if request.draft is not None:
                 draft = await self._drafts.open(request, loaded)
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
-            session = LastStageSession(host, request, state, above, verifier, draft)
+            sent = resting.sent if held and resting is not None else self._sent_rows(request)
+            session = LastStageSession(host, request, state, above, verifier, draft, sent)
         if not isinstance(session, RelaySession) or stage.embedding is None:
             return session
         following = FollowingSession(session, request, session.limits)
         session.on_answer = following.take
         return following
 
-    def _keeps_rows(self, request: OpenSession) -> bool:
-        return request.rest is not None and bool(self.resources.kept_rows_bytes)
+    async def forget(self, session_id: str) -> None:
+        for session in self.sessions:
+            if session.session_id == session_id:
+                session.forget()
+        resting = self.resting.take(session_id)
+        if resting is not None and resting.request.route:
+            port = await self.resources.peers.stage(resting.request.route[0].address)
+            await port.forget(session_id)
+
+    def _sent_rows(self, request: OpenSession) -> SentRows | None:
+        """Return where a session notes what it may be asked for again; None where it does not rest."""
+        return SentRows(self.resting.rows) if request.rest is not None and self.resources.kept_rows_bytes else None
 
     def _resting(self, request: OpenSession) -> RestingSession | None:
         """Return what is left here of the session that is opened anew, if anything is."""
@@ -359,17 +372,23 @@ class TargetRole(WorkerRole[LoadTarget]):
         return self.resting.take(request.rest.session_id)
 
     async def _taken_up(
-        self, resting: RestingSession, request: OpenSession, loaded: LoadedStage, downstream: StageSession
+        self, resting: RestingSession, request: OpenSession, loaded: LoadedStage, downstream: StageSession | None
     ) -> tuple[int, StageState]:
         """Return how many tokens of a session that rested need not be computed again, and its memory from there on; 0
-        and new memory where that is of no use. downstream: the session on the next stage. Errors as in `allocate`."""
+        and new memory where that is of no use. downstream: the session on the next stage, None on the last one. Errors
+        as in `allocate`."""
         assert request.rest is not None
-        needed = max(request.rest.first_position, min(stage.held_length for stage in downstream.stages))
+        needed = None
+        if downstream is not None:
+            needed = max(request.rest.first_position, min(stage.held_length for stage in downstream.stages))
         trims = trimmable(loaded.keeper.groups)
 
         def take_up() -> tuple[int, StageState]:
             held = held_length(resting, request, loaded.stage, needed, trimmable=trims)
-            return held, resting.state if held else allocate(request, loaded.stage, loaded.invariant_rows)
+            if held:
+                return held, resting.state
+            resting.sent.forget()
+            return 0, allocate(request, loaded.stage, loaded.invariant_rows)
 
         return await self.resources.thread.submit(take_up)
 

@@ -169,11 +169,11 @@ def check_save(save: SnapshotSave, length: int, held_length: int) -> None:
     """Check that a prefix to be kept ends where the session is.
 
     length: committed tokens. held_length: how many were computed already when the session was opened. Raises
-    FailedPrecondition for another length, where no token is committed, and before the end of what is held.
+    FailedPrecondition for another length, where no token is committed, and where no row is computed behind those.
     """
-    if length < held_length:
+    if held_length and length <= held_length:
         raise FailedPrecondition(
-            f"length is {save.length}, and the state is that behind {held_length} tokens, which are held",
+            f"length is {save.length}, and {held_length} tokens are held: a prefix is kept behind the next step",
             reason="OUT_OF_STEP",
             field="length",
         )

@@ -42,6 +42,7 @@ from shard_worker.session.following import (
     probable_following_block,
     probable_following_step,
 )
+from shard_worker.session.sent_rows import SentRows
 from shard_worker.session.session import (
     DeviceEvent,
     DeviceSession,
@@ -98,7 +99,9 @@ class LastStageSession(TargetSession):
         above: StepLane | None,
         verifier: Verifier,
         draft: DraftLink | None,
+        sent: SentRows | None = None,
     ) -> None:
+        """sent: as of `TargetSession`."""
         self.draft = draft
         self._verifier = verifier
         self._only_stage = host.stage.embedding is not None
@@ -112,9 +115,20 @@ class LastStageSession(TargetSession):
         self._drafts_elsewhere = draft is not None and local is None
         """Whether the session was opened with a draft in another worker."""
         device = LastStageDeviceSession(
-            host, request, state, Lanes(above), self._handle, verifier, local, drafts_elsewhere=self._drafts_elsewhere
+            host,
+            request,
+            state,
+            Lanes(above),
+            self._handle,
+            verifier,
+            local,
+            sent,
+            drafts_elsewhere=self._drafts_elsewhere,
         )
-        super().__init__(host, request, device)
+        super().__init__(host, request, device, sent=sent)
+        if self._held:
+            assert request.rest is not None
+            verifier.observe(request.rest.token_ids[: self._held])
 
     async def events(self) -> AsyncIterator[Event]:
         while (event := await self._events.get()) is not None:
@@ -130,9 +144,30 @@ class LastStageSession(TargetSession):
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         self.limits.change(None)
+        if self._holds(forward):
+            self._answer_held(forward)
+            return
         # It is counted as the device thread tells of it, in one order with those that follow by themselves.
         await self.host.thread.awaited(self._device.answer(forward, arrived_ns))
         self.host.events.handle_waiting()
+
+    def _answer_held(self, forward: Forward) -> None:
+        """Answer a step whose rows are computed already, all of which count: what it produced is known."""
+        assert self._request.rest is not None
+        known, first = self._request.rest.token_ids, forward.base_position
+        self._count_step()
+        self._device.skip(forward.step)
+        self._length = end = first + len(forward.token_ids)
+        produced: tuple[int, ...] = ()
+        if forward.kind is StepKind.VERIFY:
+            produced = known[first + 1 : end + 1]
+        elif forward.kind is StepKind.DECODE:
+            produced = known[end : end + 1]
+        self._events.put_nowait(Commit(forward.step, end, produced, (StageTiming(0, 0),)))
+
+    @property
+    def _can_rest(self) -> bool:
+        return self._request.draft is None
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
@@ -260,7 +295,10 @@ class LastStageSession(TargetSession):
         return SnapshotPart(replace(self._location, stage=None), 0, 0, (), refusal)
 
     async def _restore(self, restore: SnapshotRestore, own: SnapshotPart) -> None:
-        self._verifier.observe(restore.token_ids)
+        if not self._held:
+            self._verifier.observe(restore.token_ids)
+            if self._sent is not None:
+                self._sent.begin(restore.token_ids)
         parts = [own]
         if (draft := self.draft) is not None:
             try:
@@ -298,11 +336,12 @@ class LastStageDeviceSession(DeviceSession):
         handle: Callable[[DeviceEvent], None],
         verifier: Verifier,
         draft: LocalDraftLink | None,
+        sent: SentRows | None,
         *,
         drafts_elsewhere: bool,
     ) -> None:
         """draft: the session's draft, where it is beside the stage. drafts_elsewhere: the event loop has the draft."""
-        super().__init__(host, request, state, lanes, handle)
+        super().__init__(host, request, state, lanes, handle, sent)
         self.draft = draft
         self._drafting, self._drafts_elsewhere = host.drafting, drafts_elsewhere
         self._verifier = verifier
@@ -368,6 +407,8 @@ class LastStageDeviceSession(DeviceSession):
         self._together = together
         forward, outcome = step.forward, self.decide(step)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
+        if (kept := self._sent) is not None:
+            kept.add_tokens(forward.base_position, forward.token_ids[:rows])
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
         draft, features = self.draft, outcome.features.rows(rows)
         if request is None and outcome.issued is not None:

@@ -36,7 +36,6 @@ from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
 from shard_worker.session.following import is_followed, probable_following_step, step_behind
-from shard_worker.session.resting import RestingSession
 from shard_worker.session.sent_rows import SentRows
 from shard_worker.session.session import (
     DeviceEvent,
@@ -71,11 +70,8 @@ class RelaySession(TargetSession):
         downstream: StageSession,
         sent: SentRows | None = None,
     ) -> None:
-        """sent: the rows that went to the next stage, also those of the session that rested; None to keep none."""
+        """sent: as of `TargetSession`."""
         self.downstream = downstream
-        self._sent = sent
-        self._below_lost = False
-        """Whether the session ends since a stage behind this one is lost."""
         self._unanswered: deque[PassedStep] = deque()
         # This stage's parts of snapshots that the stages below have not answered yet.
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
@@ -91,7 +87,7 @@ class RelaySession(TargetSession):
         self._all_together_answered = asyncio.Event()
         lanes = Lanes(above, downstream.step_lane)
         device = RelayDeviceSession(host, request, state, lanes, self._handle, sent)
-        super().__init__(host, request, device, downstream.stages)
+        super().__init__(host, request, device, downstream.stages, sent)
 
     async def events(self) -> AsyncIterator[Event]:
         try:
@@ -150,8 +146,11 @@ class RelaySession(TargetSession):
             # The device goes on with the next chunk while this one is on its way.
             self._begin(self._send_when_complete, outgoing, arrived_ns)
             return
-        # With others only where it has rows, and nothing of the session is on its way that it could overtake.
-        overtakes_none = not self._unanswered and not self._saving and self._restored is None
+        # With others only where it has rows, the next stage is to compute these, and nothing of the session is on its
+        # way that it could overtake.
+        overtakes_none = (
+            not self._held_below(forward) and not self._unanswered and not self._saving and self._restored is None
+        )
         joins = overtakes_none and forward.kind is not StepKind.RESUME
         result = await self.host.thread.awaited(self._device.pass_on(forward, arrived_ns, joins=joins))
         if result is None:
@@ -162,8 +161,19 @@ class RelaySession(TargetSession):
         passed, forward_ns = result
         if forward.kind is not StepKind.VERIFY:
             self._length += len(forward.token_ids)
+        await self._send(passed, arrived_ns, forward_ns)
+
+    async def _send(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
+        """Send a step to the next stage, with rows where it needs them."""
+        if self._held_below(passed):
+            passed = replace(passed, activation=None, features=())
         self._note(PassedStep.of(passed, arrived_ns, forward_ns))
         await self.downstream.forward(passed)
+
+    def _held_below(self, forward: Forward) -> bool:
+        """Return whether the next stage has a step's rows computed already."""
+        end = forward.base_position + len(forward.token_ids)
+        return bool(forward.token_ids) and end <= self.downstream.stages[0].held_length
 
     async def _send_again(self, forward: Forward, arrived_ns: int) -> None:
         """Send a step on whose rows are computed already, with what went to the next stage before."""
@@ -171,12 +181,9 @@ class RelaySession(TargetSession):
         self._device.skip(forward.step)
         if forward.kind is not StepKind.VERIFY:
             self._length += len(forward.token_ids)
-        if self.downstream.stages[0].held_length < forward.base_position + len(forward.token_ids):
+        if not self._held_below(forward):
             forward = self._sent.again(forward, features=self._request.draft is not None)
-        else:
-            forward = replace(forward, activation=None, features=())
-        self._note(PassedStep.of(forward, arrived_ns, 0))
-        await self.downstream.forward(forward)
+        await self._send(forward, arrived_ns, 0)
 
     async def _together_answered(self) -> None:
         """Wait until no step is under way that went on together with others: what goes on the session's own stream
@@ -193,8 +200,7 @@ class RelaySession(TargetSession):
                 rows = len(outgoing.forward.token_ids)
                 passed, forward_ns = await self.host.thread.result_of(outgoing.wait, "chunk", rows)
             self._device.keep(passed)
-            self._note(PassedStep.of(passed, arrived_ns, forward_ns))
-            await self.downstream.forward(passed)
+            await self._send(passed, arrived_ns, forward_ns)
 
     def _note(self, passed: PassedStep) -> None:
         """Remember a step that is about to go to the next stage, until it is answered."""
@@ -276,14 +282,6 @@ class RelaySession(TargetSession):
 
     # --- its end
 
-    def _leave_memory(self) -> None:
-        sent, self._sent = self._sent, None
-        self._device.keep_none()
-        if sent is not None and self._below_lost:
-            self.host.resting.add(RestingSession(self.host.stage, self._request, self.state, sent))
-        elif sent is not None:
-            sent.forget()
-
     def _end_events(self) -> None:
         # This ends the events from below, after which the error is raised.
         self._begin(self.downstream.close)
@@ -291,7 +289,7 @@ class RelaySession(TargetSession):
 
     async def _close_others(self, why: str) -> None:
         self._all_together_answered.set()
-        await self.downstream.close()
+        await self.downstream.close(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,19 +338,6 @@ class OutgoingStep:
 class RelayDeviceSession(DeviceSession):
     """The half on the device thread."""
 
-    def __init__(
-        self,
-        host: SessionHost,
-        request: OpenSession,
-        state: StageState,
-        lanes: Lanes,
-        handle: Callable[[DeviceEvent], None],
-        sent: SentRows | None,
-    ) -> None:
-        """sent: as of `RelaySession`."""
-        super().__init__(host, request, state, lanes, handle)
-        self._sent = sent
-
     _passed: PassedStep | None = None
     """The step that went on together with others and is not answered."""
     _counted = False
@@ -394,14 +379,6 @@ class RelayDeviceSession(DeviceSession):
         kept = self._sent
         if kept is not None:
             kept.add(sent)
-
-    def keep_none(self) -> None:
-        """Keep no more rows: the session is over; on the event loop."""
-        self._sent = None
-
-    def skip(self, step: int) -> None:
-        """Count a step whose rows are computed already; on the event loop, before any other step."""
-        self._progress.step = step
 
     def launch(self, forward: Forward) -> Future[OutgoingStep]:
         """Have a chunk of a prompt computed, from any thread, on a GPU without waiting for it."""

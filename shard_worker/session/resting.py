@@ -89,12 +89,14 @@ class RestingSessions:
                 del self._sessions[session_id]
 
 
-def held_length(resting: RestingSession, request: OpenSession, stage: Stage, needed: int, *, trimmable: bool) -> int:
+def held_length(
+    resting: RestingSession, request: OpenSession, stage: Stage, needed: int | None, *, trimmable: bool
+) -> int:
     """Trim a resting session's memory to what a new one can go on from, and return how many tokens that are; 0 where it
     is of no use. On the device thread, behind all that the session had computed there.
 
-    request: opens the new one. needed: the rows from this position on must be sent again. trimmable: whether the memory
-    can be cut to any length; otherwise it is that behind its last token.
+    request: opens the new one. needed: the rows from this position on must be sent again; None on the last stage.
+    trimmable: whether the memory can be cut to any length; otherwise it is that behind its last token.
     """
     state, rest = resting.state, request.rest
     assert rest is not None
@@ -105,11 +107,14 @@ def held_length(resting: RestingSession, request: OpenSession, stage: Stage, nee
     if state.pending and agreed > state.length:
         stage.commit(state, agreed)
     state.pending = state.ahead = 0
+    if needed is None and agreed == len(rest.token_ids) and not trimmable:
+        # What it chose behind the last token was not told.
+        return 0
     if trimmable:
         # The next step begins with the last token.
         agreed = min(agreed, len(rest.token_ids) - 1)
     first = resting.sent.first
-    if needed < agreed and (first is None or first > needed):
+    if needed is not None and needed < agreed and (first is None or first > needed):
         # Those rows are not there to be sent again.
         agreed = needed if trimmable else 0
     if agreed < max(rest.first_position, 1) or (not trimmable and agreed != state.length):

@@ -83,12 +83,16 @@ class SentRows:
         """Begin behind these tokens, which were restored: of them there are no rows."""
         self.token_ids, self.first = [*token_ids], len(token_ids)
 
+    def add_tokens(self, base: int, token_ids: tuple[int, ...]) -> None:
+        """Note the tokens of a step from position `base` on, in place of any that did not count."""
+        del self.token_ids[base:]
+        self.token_ids += token_ids
+
     def add(self, sent: Forward) -> None:
         """Keep the rows of a step as the next stage gets it. What was kept from its first position on is forgotten: it
         did not count."""
         base = sent.base_position
-        del self.token_ids[base:]
-        self.token_ids += sent.token_ids
+        self.add_tokens(base, sent.token_ids)
         if self.first is None or sent.activation is None:
             return
         if not self._columns:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
-from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InternalError, InvalidArgument
+from services.errors import CANCELLED, CLOSED, LEFT, FailedPrecondition, FlashsplitError, InternalError, InvalidArgument
 from services.messages.batch_frames import BatchAnswer
 from services.messages.frames import TensorLimits
 from services.messages.steps import (
@@ -56,7 +56,8 @@ from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import PassedStep, check_held, check_restore, check_rows, check_save, check_tensors
 from shard_worker.session.following import StepLimits, check_limit, check_more
 from shard_worker.session.prelaunch import NextStep, Progress
-from shard_worker.session.resting import RestingSessions
+from shard_worker.session.resting import RestingSession, RestingSessions
+from shard_worker.session.sent_rows import SentRows
 from shard_worker.session.step_batches import StepBatches, SteppingSession, WaitingStep
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -228,10 +229,17 @@ class TargetSession(ABC):
     """Implements `services.rpc.stage.StageSession` on this worker's devices; see there for its public methods."""
 
     def __init__(
-        self, host: SessionHost, request: OpenSession, device: DeviceSession, below: tuple[StageIdentity, ...] = ()
+        self,
+        host: SessionHost,
+        request: OpenSession,
+        device: DeviceSession,
+        below: tuple[StageIdentity, ...] = (),
+        sent: SentRows | None = None,
     ) -> None:
-        """device: the session's half on the device thread. below: the stages behind this one."""
-        self.host, self._request, self._device = host, request, device
+        """device: the session's half on the device thread. below: the stages behind this one. sent: the session's
+        tokens, and the rows that went to the next stage, also those of the session that rested; None where it does
+        not rest."""
+        self.host, self._request, self._device, self._sent = host, request, device, sent
         self.stages = (host.identity, *below)
         self.step_lane: StepLane | None = None
         self.max_feature_slices = len(device.captures)
@@ -241,6 +249,8 @@ class TargetSession(ABC):
         self._length = 0
         self._held = host.identity.held_length
         """How many tokens are computed already, by the session that rested."""
+        self._below_lost = self._forgotten = False
+        """Whether the session ends since a stage behind this one is lost, and whether it is known that none is."""
         self._tasks = BackgroundTasks(self.fail)
         # Steps go on, and answers go out, in their order.
         self._in_order = asyncio.Lock()
@@ -314,16 +324,40 @@ class TargetSession(ABC):
         if self._closed:
             return
         self._closed = True
-        self._leave_memory()
+        rests = self._below_lost or (self._above_lost(why) and not self._forgotten)
+        self._leave_memory(rests=rests)
         self._device.close()
         self._tasks.cancel()
         self.host.sessions.discard(self)
         self._record.end(why, self._length)
-        await self._close_others(why)
+        await self._close_others(LEFT if rests else CLOSED if self._forgotten else why)
 
-    def _leave_memory(self) -> None:
-        """Leave the session's memory to who takes it up, where that is to be; it is freed otherwise."""
-        return
+    @property
+    def session_id(self) -> str | None:
+        """Names it to whoever opens it anew; None where it does not rest."""
+        return None if self._request.rest is None else self._request.rest.session_id
+
+    def forget(self) -> None:
+        """Leave nothing that rests: no stage was lost."""
+        self._forgotten = True
+
+    def _above_lost(self, why: str) -> bool:
+        """Return whether a stage before this one may be lost. why: as of `close`."""
+        return bool(self._request.stage) and why in (CANCELLED, LEFT)
+
+    def _leave_memory(self, *, rests: bool) -> None:
+        """Leave the session's memory to who takes it up, where it rests."""
+        sent, self._sent = self._sent, None
+        self._device.keep_none()
+        if sent is not None and rests and self._can_rest:
+            self.host.resting.add(RestingSession(self.host.stage, self._request, self.state, sent))
+        elif sent is not None:
+            sent.forget()
+
+    @property
+    def _can_rest(self) -> bool:
+        """Whether another session could go on from this one's memory."""
+        return True
 
     # --- what differs between the last stage and the others
 
@@ -460,8 +494,10 @@ class DeviceSession(ABC):
         state: StageState,
         lanes: Lanes,
         handle: Callable[[DeviceEvent], None],
+        sent: SentRows | None = None,
     ) -> None:
-        """handle: takes the session's events, on the event loop."""
+        """handle: takes the session's events, on the event loop. sent: as of `TargetSession`."""
+        self._sent = sent
         self._thread, self._stage, self._request = host.thread, host.stage, request
         self._batches, self._events, self._handle = host.batches, host.events, handle
         self._lanes, self._edges = lanes, host.edges
@@ -517,6 +553,14 @@ class DeviceSession(ABC):
                 # The thread may be over.
                 with contextlib.suppress(RuntimeError):
                     self._thread.queue(lane.close)
+
+    def skip(self, step: int) -> None:
+        """Count a step whose rows are computed already; on the event loop, before any other step."""
+        self._progress.step = step
+
+    def keep_none(self) -> None:
+        """Keep nothing more of steps: the session is over; on the event loop."""
+        self._sent = None
 
     # --- steps
 

@@ -209,12 +209,16 @@ class FakeStage:
         self.sessions: list[FakeStageSession] = []
         self.fault: BaseException | None = None
         self.answer = answer or FakeStageSession.commit
+        self.forgotten: list[str] = []
 
     async def open(self, request: OpenSession, above: StepLane | None = None) -> FakeStageSession:
         if self.fault is not None:
             raise self.fault
         self.sessions.append(FakeStageSession(self, request, above))
         return self.sessions[-1]
+
+    async def forget(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
 
     @property
     def session(self) -> FakeStageSession:

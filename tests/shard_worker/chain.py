@@ -209,7 +209,10 @@ class Directory:
         self._carries, self._carries_batch = carries, carries_batch
 
     async def stage(self, address: str) -> Any:
-        return SimpleNamespace(open=functools.partial(self._open, address))
+        return SimpleNamespace(
+            open=functools.partial(self._open, address),
+            forget=lambda session_id: self.stages[address].forget(session_id),
+        )
 
     async def _open(self, address: str, request: OpenSession, *, steps: bool = False) -> StageSession:
         role = self.stages[address]

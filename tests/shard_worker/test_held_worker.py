@@ -32,7 +32,7 @@ from tests.shard_worker.tiny import Tiny
 
 HOLDER = Holder("the holder", "process 7 on beta")
 
-ANYBODY = {"Describe", "Heartbeats", "CallerHeartbeats", "WatchPeer", "ShareMemory", "RunBatches"}
+ANYBODY = {"Describe", "Heartbeats", "CallerHeartbeats", "WatchPeer", "ShareMemory", "RunBatches", "ForgetSession"}
 """What others may ask for: who the worker is and whether it lives, and ways to talk with it; a session has to be opened
 before steps come by them."""
 

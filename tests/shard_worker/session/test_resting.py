@@ -1,4 +1,4 @@
-"""Where a stage is lost the stages before it need not compute again what they have computed for a session."""
+"""Where a stage is lost the others need not compute again what they have computed for a session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from services.errors import CANCELLED, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from services.messages.steps import Failure, FailureReason, OpenSession, SessionRest, StepKind
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.session.resting import RestingSessions
@@ -48,8 +48,17 @@ def computed(chain: Chain) -> list[int]:
 
 
 async def lose(chain: Chain, client: Client, stage: int) -> None:
-    """Lose a stage of the only session, and read that off its events."""
-    chain.roles[stage].fail_sessions(Unavailable("the stage is gone"))
+    """Lose a stage of the only session: those before it read that off its events, those behind it lose their caller."""
+    [lost] = chain.roles[stage].sessions
+    for behind in chain.roles[stage + 1 :]:
+        for session in [*behind.sessions]:
+            await session.close(CANCELLED)
+    if not stage:
+        await lost.close(CANCELLED)
+        return
+    # What is gone leaves nothing.
+    lost.forget()
+    lost.fail(Unavailable("the stage is gone"))
     async for event in client.events:
         if isinstance(event, Failure):
             assert event.reason is FailureReason.LINK_BROKEN
@@ -78,16 +87,18 @@ async def go_on(client: Client, known: list[int], count: int, propose: int = 0) 
     return tokens
 
 
-LOST = [((2,), 1, [True, False]), ((1, 3), 2, [True, True, False]), ((1, 3), 1, [True, False, False])]
+LOST = [((2,), 1), ((2,), 0), ((1, 3), 2), ((1, 3), 1), ((1, 3), 0)]
+"""Where the layers are cut, and which stage is lost."""
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize(("cuts", "lost", "held_by"), LOST)
+@pytest.mark.parametrize(("cuts", "lost"), LOST)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_only_the_lost_stage_and_those_behind_it_compute_anew(
-    name: str, cuts: tuple[int, ...], lost: int, held_by: list[bool], drafted: bool, make_chain: MakeChain
+async def test_only_the_lost_stage_computes_anew(
+    name: str, cuts: tuple[int, ...], lost: int, drafted: bool, make_chain: MakeChain
 ) -> None:
-    """Also of recurrent layers, and with a draft, whose blocks are those that an undisturbed session gets."""
+    """Also of recurrent layers. A draft beside the last stage needs the features of all rows, for which that one
+    computes anew, and gets those that it had: its blocks are those of an undisturbed session."""
     chain, propose = make_chain(name, cuts, drafted), BLOCK - 1 if drafted else 0
     async with chain.session() as undisturbed:
         expected = await go_on(undisturbed, PROMPT, COUNT + BLOCK, propose)
@@ -95,16 +106,20 @@ async def test_only_the_lost_stage_and_those_behind_it_compute_anew(
         tokens = await go_on(client, PROMPT, COUNT, propose)
         await lose(chain, client, lost)
     known = [*PROMPT, *tokens]
+    held_by = [index != lost and not (drafted and index == len(cuts)) for index in range(len(cuts) + 1)]
+    if drafted and lost < len(cuts):
+        # What a stage behind the lost one has sent is there to be sent again.
+        assert held_by[lost + 1 : -1] == [True] * (len(cuts) - lost - 1)
     before = computed(chain)
     async with chain.session(rest=rest(known)) as client:
         assert [at > 0 for at in held(client)] == held_by
         assert all(at >= len(known) - 1 for at in held(client) if at)
         assert await go_on(client, known, COUNT + BLOCK, propose) == expected
     rows = [behind - ahead for behind, ahead in zip(computed(chain), before, strict=True)]
-    new_rows = rows[-1] - (len(known) - 1)
+    new_rows = rows[lost] - (len(known) - 1)
     for at, is_held in zip(rows, held_by, strict=True):
-        # A recurrent stage has computed the row of the last token, too.
-        assert at in ((new_rows, new_rows - 1) if is_held else (rows[-1],))
+        # A recurrent stage may have computed the row of the last token, too.
+        assert at in ((new_rows, new_rows - 1) if is_held else (rows[lost],))
 
 
 async def lost_behind(chain: Chain, count: int = COUNT, **changes: Any) -> list[int]:
@@ -131,6 +146,22 @@ async def test_another_name_takes_nothing_up(make_chain: MakeChain) -> None:
         assert held(client) == [0, 0]
     async with chain.session(rest=rest(known)) as client:
         assert held(client) == [len(known) - 1, 0]
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_what_is_forgotten_does_not_rest(before: bool, make_chain: MakeChain) -> None:
+    """A stage whose caller is gone leaves its state to rest, unless it hears, before or later, that none was lost; so
+    do those behind it."""
+    chain = make_chain("qwen3", (1, 3))
+    async with chain.session(rest=rest()) as client:
+        await go_on(client, PROMPT, 2)
+        [session] = chain.roles[1].sessions
+        if before:
+            await chain.roles[1].forget(NAME)
+        await session.close(CANCELLED)
+        assert [len(role.resting) for role in chain.roles] == ([0, 0, 0] if before else [0, 1, 1])
+        await chain.roles[1].forget(NAME)
+        assert [len(role.resting) for role in chain.roles] == [0, 0, 0]
 
 
 async def test_what_is_closed_does_not_rest(make_chain: MakeChain) -> None:
@@ -229,7 +260,7 @@ async def test_what_does_not_fit_what_is_held(make_chain: MakeChain) -> None:
     known = await lost_behind(chain)
     async with chain.session(rest=rest(known)) as client:
         await client.step(StepKind.PREFILL, known[:5])
-        with pytest.raises(FailedPrecondition, match=f"the state is that behind {at} tokens"):
+        with pytest.raises(FailedPrecondition, match=f"{at} tokens are held: a prefix is kept behind"):
             await client.save("early")
     known = await lost_behind(chain)
     async with chain.session(rest=rest(known)) as client:

@@ -28,25 +28,29 @@ from flashsplit.shard.v1 import stage_pb2 as flashsplit_dot_shard_dot_v1_dot_sta
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/shard/v1/stage_service.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/failure.proto\x1a\"flashsplit/shard/v1/snapshot.proto\x1a\x1f\x66lashsplit/shard/v1/stage.proto\x1a flashsplit/shard/v1/tensor.proto\"\xb7\x01\n\x11RunBatchesRequest\x12\x30\n\x04open\x18\x01 \x01(\x0b\x32 .flashsplit.shard.v1.BatchesOpenH\x00\x12\x34\n\nstep_batch\x18\x02 \x01(\x0b\x32\x1e.flashsplit.shard.v1.StepBatchH\x00\x12\x31\n\x05\x63hunk\x18\x03 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x42\x07\n\x05\x66rame\"\x8f\x01\n\x12RunBatchesResponse\x12\x34\n\x06opened\x18\x01 \x01(\x0b\x32\".flashsplit.shard.v1.BatchesOpenedH\x00\x12:\n\rbatch_answers\x18\x02 \x01(\x0b\x32!.flashsplit.shard.v1.BatchAnswersH\x00\x42\x07\n\x05\x66rame\"!\n\x0b\x42\x61tchesOpen\x12\x12\n\nbatches_id\x18\x01 \x01(\x06\"\x0f\n\rBatchesOpened\"\xb4\x04\n\x0fRunStageRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.flashsplit.shard.v1.OpenH\x00\x12\x45\n\x13\x66orward_from_tokens\x18\x02 \x01(\x0b\x32&.flashsplit.shard.v1.ForwardFromTokensH\x00\x12M\n\x17\x66orward_from_activation\x18\x03 \x01(\x0b\x32*.flashsplit.shard.v1.ForwardFromActivationH\x00\x12\x31\n\x05\x63hunk\x18\x04 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x12:\n\rsnapshot_save\x18\x05 \x01(\x0b\x32!.flashsplit.shard.v1.SnapshotSaveH\x00\x12@\n\x10snapshot_restore\x18\x06 \x01(\x0b\x32$.flashsplit.shard.v1.SnapshotRestoreH\x00\x12:\n\rstep_features\x18\x07 \x01(\x0b\x32!.flashsplit.shard.v1.StepFeaturesH\x00\x12\x34\n\nstep_batch\x18\x08 \x01(\x0b\x32\x1e.flashsplit.shard.v1.StepBatchH\x00\x12\x34\n\nstep_limit\x18\t \x01(\x0b\x32\x1e.flashsplit.shard.v1.StepLimitH\x00\x42\x07\n\x05\x66rame\"\x9b\x03\n\x10RunStageResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.flashsplit.shard.v1.OpenedH\x00\x12-\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x1b.flashsplit.shard.v1.CommitH\x00\x12\x31\n\x08proposal\x18\x03 \x01(\x0b\x32\x1d.flashsplit.shard.v1.ProposalH\x00\x12/\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1c.flashsplit.shard.v1.FailureH\x00\x12<\n\x0esnapshot_saved\x18\x05 \x01(\x0b\x32\".flashsplit.shard.v1.SnapshotSavedH\x00\x12\x42\n\x11snapshot_restored\x18\x06 \x01(\x0b\x32%.flashsplit.shard.v1.SnapshotRestoredH\x00\x12:\n\rbatch_answers\x18\x07 \x01(\x0b\x32!.flashsplit.shard.v1.BatchAnswersH\x00\x42\x07\n\x05\x66rame2\xce\x01\n\x0cStageService\x12[\n\x08RunStage\x12$.flashsplit.shard.v1.RunStageRequest\x1a%.flashsplit.shard.v1.RunStageResponse(\x01\x30\x01\x12\x61\n\nRunBatches\x12&.flashsplit.shard.v1.RunBatchesRequest\x1a\'.flashsplit.shard.v1.RunBatchesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/shard/v1/stage_service.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/failure.proto\x1a\"flashsplit/shard/v1/snapshot.proto\x1a\x1f\x66lashsplit/shard/v1/stage.proto\x1a flashsplit/shard/v1/tensor.proto\"*\n\x14\x46orgetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x46orgetSessionResponse\"\xb7\x01\n\x11RunBatchesRequest\x12\x30\n\x04open\x18\x01 \x01(\x0b\x32 .flashsplit.shard.v1.BatchesOpenH\x00\x12\x34\n\nstep_batch\x18\x02 \x01(\x0b\x32\x1e.flashsplit.shard.v1.StepBatchH\x00\x12\x31\n\x05\x63hunk\x18\x03 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x42\x07\n\x05\x66rame\"\x8f\x01\n\x12RunBatchesResponse\x12\x34\n\x06opened\x18\x01 \x01(\x0b\x32\".flashsplit.shard.v1.BatchesOpenedH\x00\x12:\n\rbatch_answers\x18\x02 \x01(\x0b\x32!.flashsplit.shard.v1.BatchAnswersH\x00\x42\x07\n\x05\x66rame\"!\n\x0b\x42\x61tchesOpen\x12\x12\n\nbatches_id\x18\x01 \x01(\x06\"\x0f\n\rBatchesOpened\"\xb4\x04\n\x0fRunStageRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.flashsplit.shard.v1.OpenH\x00\x12\x45\n\x13\x66orward_from_tokens\x18\x02 \x01(\x0b\x32&.flashsplit.shard.v1.ForwardFromTokensH\x00\x12M\n\x17\x66orward_from_activation\x18\x03 \x01(\x0b\x32*.flashsplit.shard.v1.ForwardFromActivationH\x00\x12\x31\n\x05\x63hunk\x18\x04 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x12:\n\rsnapshot_save\x18\x05 \x01(\x0b\x32!.flashsplit.shard.v1.SnapshotSaveH\x00\x12@\n\x10snapshot_restore\x18\x06 \x01(\x0b\x32$.flashsplit.shard.v1.SnapshotRestoreH\x00\x12:\n\rstep_features\x18\x07 \x01(\x0b\x32!.flashsplit.shard.v1.StepFeaturesH\x00\x12\x34\n\nstep_batch\x18\x08 \x01(\x0b\x32\x1e.flashsplit.shard.v1.StepBatchH\x00\x12\x34\n\nstep_limit\x18\t \x01(\x0b\x32\x1e.flashsplit.shard.v1.StepLimitH\x00\x42\x07\n\x05\x66rame\"\x9b\x03\n\x10RunStageResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.flashsplit.shard.v1.OpenedH\x00\x12-\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x1b.flashsplit.shard.v1.CommitH\x00\x12\x31\n\x08proposal\x18\x03 \x01(\x0b\x32\x1d.flashsplit.shard.v1.ProposalH\x00\x12/\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1c.flashsplit.shard.v1.FailureH\x00\x12<\n\x0esnapshot_saved\x18\x05 \x01(\x0b\x32\".flashsplit.shard.v1.SnapshotSavedH\x00\x12\x42\n\x11snapshot_restored\x18\x06 \x01(\x0b\x32%.flashsplit.shard.v1.SnapshotRestoredH\x00\x12:\n\rbatch_answers\x18\x07 \x01(\x0b\x32!.flashsplit.shard.v1.BatchAnswersH\x00\x42\x07\n\x05\x66rame2\xb6\x02\n\x0cStageService\x12[\n\x08RunStage\x12$.flashsplit.shard.v1.RunStageRequest\x1a%.flashsplit.shard.v1.RunStageResponse(\x01\x30\x01\x12\x61\n\nRunBatches\x12&.flashsplit.shard.v1.RunBatchesRequest\x1a\'.flashsplit.shard.v1.RunBatchesResponse(\x01\x30\x01\x12\x66\n\rForgetSession\x12).flashsplit.shard.v1.ForgetSessionRequest\x1a*.flashsplit.shard.v1.ForgetSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.stage_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNBATCHESREQUEST']._serialized_start=203
-  _globals['_RUNBATCHESREQUEST']._serialized_end=386
-  _globals['_RUNBATCHESRESPONSE']._serialized_start=389
-  _globals['_RUNBATCHESRESPONSE']._serialized_end=532
-  _globals['_BATCHESOPEN']._serialized_start=534
-  _globals['_BATCHESOPEN']._serialized_end=567
-  _globals['_BATCHESOPENED']._serialized_start=569
-  _globals['_BATCHESOPENED']._serialized_end=584
-  _globals['_RUNSTAGEREQUEST']._serialized_start=587
-  _globals['_RUNSTAGEREQUEST']._serialized_end=1151
-  _globals['_RUNSTAGERESPONSE']._serialized_start=1154
-  _globals['_RUNSTAGERESPONSE']._serialized_end=1565
-  _globals['_STAGESERVICE']._serialized_start=1568
-  _globals['_STAGESERVICE']._serialized_end=1774
+  _globals['_FORGETSESSIONREQUEST']._serialized_start=202
+  _globals['_FORGETSESSIONREQUEST']._serialized_end=244
+  _globals['_FORGETSESSIONRESPONSE']._serialized_start=246
+  _globals['_FORGETSESSIONRESPONSE']._serialized_end=269
+  _globals['_RUNBATCHESREQUEST']._serialized_start=272
+  _globals['_RUNBATCHESREQUEST']._serialized_end=455
+  _globals['_RUNBATCHESRESPONSE']._serialized_start=458
+  _globals['_RUNBATCHESRESPONSE']._serialized_end=601
+  _globals['_BATCHESOPEN']._serialized_start=603
+  _globals['_BATCHESOPEN']._serialized_end=636
+  _globals['_BATCHESOPENED']._serialized_start=638
+  _globals['_BATCHESOPENED']._serialized_end=653
+  _globals['_RUNSTAGEREQUEST']._serialized_start=656
+  _globals['_RUNSTAGEREQUEST']._serialized_end=1220
+  _globals['_RUNSTAGERESPONSE']._serialized_start=1223
+  _globals['_RUNSTAGERESPONSE']._serialized_end=1634
+  _globals['_STAGESERVICE']._serialized_start=1637
+  _globals['_STAGESERVICE']._serialized_end=1947
 # @@protoc_insertion_point(module_scope)

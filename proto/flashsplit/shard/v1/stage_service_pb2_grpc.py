@@ -45,6 +45,11 @@ class StageServiceStub:
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesRequest.SerializeToString,
                 response_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesResponse.FromString,
                 _registered_method=True)
+        self.ForgetSession = channel.unary_unary(
+                '/flashsplit.shard.v1.StageService/ForgetSession',
+                request_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.ForgetSessionRequest.SerializeToString,
+                response_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.ForgetSessionResponse.FromString,
+                _registered_method=True)
 
 
 class StageServiceServicer:
@@ -53,7 +58,7 @@ class StageServiceServicer:
 
     def RunStage(self, request_iterator, context):
         """One session. The first frame is `open`; ending the stream, from either side, frees the session here and on every
-        stage below. INVALID_ARGUMENT for a frame that makes no sense, FAILED_PRECONDITION for one out of step. A caller
+        stage below, unless its `rest` says that it may be taken up where a stage was lost. INVALID_ARGUMENT for a frame that makes no sense, FAILED_PRECONDITION for one out of step. A caller
         that doesn't read its answers is not read from either: at most 64 steps go unanswered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -63,6 +68,14 @@ class StageServiceServicer:
     def RunBatches(self, request_iterator, context):
         """The steps of all sessions of a caller that it computed together. The first frame each way is `open` and `opened`;
         sessions that are opened afterwards name it. Its end ends the sessions whose steps go through it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetSession(self, request, context):
+        """Says of a session whose stream is cancelled that no stage was lost: its state does not rest. A stage that loses its
+        caller cannot tell otherwise. From protocol 3.3 on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,6 +93,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     servicer.RunBatches,
                     request_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesRequest.FromString,
                     response_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesResponse.SerializeToString,
+            ),
+            'ForgetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetSession,
+                    request_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.ForgetSessionRequest.FromString,
+                    response_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.ForgetSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +155,33 @@ class StageService:
             '/flashsplit.shard.v1.StageService/RunBatches',
             flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesRequest.SerializeToString,
             flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashsplit.shard.v1.StageService/ForgetSession',
+            flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.ForgetSessionRequest.SerializeToString,
+            flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.ForgetSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
