@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
+from services.errors import LEFT, FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
 from services.messages.description import (
     BatchCounts,
     DraftDescription,
@@ -296,7 +296,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             loaded = self._loaded_for(request)
             stage = loaded.stage
             sampler = None if request.route else await self._sampler(request, loaded)
-            resting = self._resting(request)
+            resting = await self._resting(request)
             held, state = 0, None
             if resting is not None and sampler is not None:
                 held, state = await self._taken_up(resting, request, loaded, None)
@@ -365,10 +365,14 @@ class TargetRole(WorkerRole[LoadTarget]):
         """Return where a session notes what it may be asked for again; None where it does not rest."""
         return SentRows(self.resting.rows) if request.rest is not None and self.resources.kept_rows_bytes else None
 
-    def _resting(self, request: OpenSession) -> RestingSession | None:
+    async def _resting(self, request: OpenSession) -> RestingSession | None:
         """Return what is left here of the session that is opened anew, if anything is."""
         if request.rest is None or not request.rest.token_ids:
             return None
+        for session in [*self.sessions]:
+            if session.session_id == request.rest.session_id:
+                # A stage that stands by is there sooner than the news of the lost one.
+                await session.close(LEFT)
         return self.resting.take(request.rest.session_id)
 
     async def _taken_up(

@@ -63,7 +63,7 @@ class RestingSessions:
             self._sessions[rest.session_id] = number, resting
         # By its number, as the timer must not hold its memory.
         asyncio.get_running_loop().call_later(rest.rest_ms / 1e3, self._expire, rest.session_id, number)
-        log.info("session.rests", request_id=resting.request.request_id, tokens=resting.state.length)
+        log.debug("session.rests", request_id=resting.request.request_id, tokens=resting.state.length)
 
     def take(self, session_id: str) -> RestingSession | None:
         """Return the session of this name, which rests no more; None where none does."""

@@ -342,8 +342,9 @@ class TargetSession(ABC):
         self._forgotten = True
 
     def _above_lost(self, why: str) -> bool:
-        """Return whether a stage before this one may be lost. why: as of `close`."""
-        return bool(self._request.stage) and why in (CANCELLED, LEFT)
+        """Return whether a stage before this one may be lost. why: as of `close`; LEFT also says that the session was
+        opened anew before its end was noticed."""
+        return why == LEFT or (why == CANCELLED and bool(self._request.stage))
 
     def _leave_memory(self, *, rests: bool) -> None:
         """Leave the session's memory to who takes it up, where it rests."""

@@ -16,6 +16,9 @@ import structlog
 
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc, tensor_pb2
 from services.errors import (
+    CANCELLED,
+    CLOSED,
+    LEFT,
     FailedPrecondition,
     FlashsplitError,
     InvalidArgument,
@@ -33,6 +36,7 @@ from services.messages.steps import (
     Forward,
     Location,
     Proposal,
+    SessionRest,
     SnapshotRestore,
     SnapshotRestored,
     SnapshotSave,
@@ -117,6 +121,24 @@ async def waiting_reader(session: RemoteStageSession) -> Reader:
     await session.forward(prefill())
     await until(lambda: bool(reader.events))
     return reader
+
+
+@pytest.mark.parametrize(
+    ("stage_number", "why", "forgotten"),
+    [(1, CLOSED, True), (1, CANCELLED, True), (1, LEFT, False), (0, CLOSED, False)],
+)
+async def test_a_later_stage_hears_that_none_was_lost(
+    port: FakeStage, stage: RemoteStage, stage_number: int, why: str, forgotten: bool
+) -> None:
+    """Whoever ends a session that may rest says so, unless a stage was lost; a first stage knows by itself."""
+    rest = SessionRest("a-name-nobody-guesses", 1000)
+    session = await stage.open(replace(OPEN, stage=stage_number, rest=rest))
+    await session.close(why)
+    await session.close(why)
+    if forgotten:
+        await until(lambda: bool(port.forgotten))
+    await until(lambda: bool(port.session.closed))
+    assert port.forgotten == ([rest.session_id] if forgotten else [])
 
 
 async def test_a_whole_session(port: FakeStage, stage: RemoteStage) -> None:

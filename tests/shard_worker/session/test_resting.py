@@ -164,6 +164,20 @@ async def test_what_is_forgotten_does_not_rest(before: bool, make_chain: MakeCha
         assert [len(role.resting) for role in chain.roles] == [0, 0, 0]
 
 
+async def test_it_is_taken_up_before_its_end_is_noticed(make_chain: MakeChain) -> None:
+    """The new stage is there before the news of the lost one: what is opened anew ends the session that it was."""
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, PROMPT, COUNT + 4)
+    async with chain.session(rest=rest()) as before:
+        known = [*PROMPT, *await go_on(before, PROMPT, COUNT)]
+        async with chain.session(rest=rest(known)) as client:
+            assert held(client) == [len(known) - 1] * 2
+            assert await go_on(client, known, COUNT + 4) == expected
+        with pytest.raises(FailedPrecondition, match="the session is closed"):
+            await before.step(StepKind.DECODE, [0])
+
+
 async def test_what_is_closed_does_not_rest(make_chain: MakeChain) -> None:
     chain = make_chain("qwen3", (2,))
     async with chain.session(rest=rest()) as client:
