@@ -24,7 +24,7 @@ from flashsplit.shard.v1 import (
     stage_service_pb2 as pb,
     stage_service_pb2_grpc as pb_grpc,
 )
-from services.errors import CLOSED, LEFT, FlashsplitError, InvalidArgument, Unavailable, answering, ending
+from services.errors import CANCELLED, CLOSED, LEFT, FlashsplitError, InvalidArgument, Unavailable, answering, ending
 from services.event_loop import first_done
 from services.messages.batch_frames import (
     BATCH_FRAMES,
@@ -191,7 +191,11 @@ class StageServicer(pb_grpc.StageServiceServicer):
             finally:
                 stream.close()
                 # A caller that cancels meanwhile must not leave a session half closed.
-                await asyncio.shield(session.close(ending(sys.exception())))
+                why = ending(sys.exception())
+                if why == CLOSED and opening.rest is not None and opening.stage:
+                    # A caller that is gone looks like one that has done with the session; this one says so.
+                    why = CANCELLED
+                await asyncio.shield(session.close(why))
 
     def _step_lane(self, message: stage_pb2.Open) -> StepLane | None:
         found = self._links.step_socket(message.lane) if message.HasField("lane") else None

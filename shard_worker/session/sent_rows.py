@@ -93,7 +93,7 @@ class SentRows:
         did not count."""
         base = sent.base_position
         self.add_tokens(base, sent.token_ids)
-        if self.first is None or sent.activation is None:
+        if self.first is None or sent.activation is None or not sent.token_ids:
             return
         if not self._columns:
             pieces = [_Column.like(piece.features, piece.capture_index) for piece in sent.features]

@@ -263,6 +263,31 @@ async def test_a_restored_prefix(make_chain: MakeChain) -> None:
     chain.free_snapshots()
 
 
+async def test_a_whole_prompt_that_was_restored(make_chain: MakeChain) -> None:
+    """A step without rows sends none that could be kept, and what follows is."""
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as client:
+        await client.prefill(PROMPT)
+        await client.save("whole")
+    async with chain.session(rest=rest()) as client:
+        await client.restore("whole", PROMPT)
+        commit, _ = await client.resume()
+        tokens = await go_on_from(client, list(commit.token_ids))
+        await lose(chain, client, 1)
+    known = [*PROMPT, *tokens]
+    async with chain.session(rest=rest(known, first_position=len(PROMPT))) as client:
+        assert held(client) == [len(known) - 1, 0]
+    chain.free_snapshots()
+
+
+async def go_on_from(client: Client, tokens: list[int]) -> list[int]:
+    """Return the tokens and three more."""
+    for _ in range(3):
+        commit, _ = await client.step(StepKind.DECODE, tokens[-1:])
+        tokens += commit.token_ids
+    return tokens
+
+
 async def test_what_does_not_fit_what_is_held(make_chain: MakeChain) -> None:
     """A step over the end of it, a prefix kept before that, and one restored behind it are refused."""
     chain = make_chain("qwen3", (2,))
