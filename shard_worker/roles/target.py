@@ -344,7 +344,10 @@ class TargetRole(WorkerRole[LoadTarget]):
             if request.draft is not None:
                 draft = await self._drafts.open(request, loaded)
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
-            sent = resting.sent if held and resting is not None else self._sent_rows(request)
+            sent = self._sent_rows(request)
+            if held and resting is not None:
+                sent = resting.sent
+                verifier.last = resting.last or verifier.last
             session = LastStageSession(host, request, state, above, verifier, draft, sent)
         if not isinstance(session, RelaySession) or stage.embedding is None:
             return session

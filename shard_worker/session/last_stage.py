@@ -35,6 +35,7 @@ from shard_worker.drafting.engine import DraftRequest
 from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw
+from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
 from shard_worker.session.following import (
     following_step,
@@ -145,8 +146,16 @@ class LastStageSession(TargetSession):
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         self.limits.change(None)
         if self._holds(forward):
-            self._answer_held(forward)
-            return
+            assert self._request.rest is not None
+            end = forward.base_position + len(forward.token_ids)
+            if forward.kind is not StepKind.DECODE or end < len(self._request.rest.token_ids):
+                self._answer_held(forward)
+                return
+            # The row of the last token is computed, and what was chosen behind it was not told: it is chosen again.
+            self._length = end
+            forward = replace(
+                forward, kind=StepKind.RESUME, base_position=end, token_ids=(), activation=None, features=()
+            )
         # It is counted as the device thread tells of it, in one order with those that follow by themselves.
         await self.host.thread.awaited(self._device.answer(forward, arrived_ns))
         self.host.events.handle_waiting()
@@ -164,6 +173,10 @@ class LastStageSession(TargetSession):
         elif forward.kind is StepKind.DECODE:
             produced = known[end : end + 1]
         self._events.put_nowait(Commit(forward.step, end, produced, (StageTiming(0, 0),)))
+
+    @property
+    def _last_row(self) -> LastRow | None:
+        return self._verifier.last
 
     @property
     def _can_rest(self) -> bool:

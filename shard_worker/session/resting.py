@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from services.messages.steps import OpenSession
+from shard_worker.sampling.last_row import LastRow
 from shard_worker.session.sent_rows import RowBudget, SentRows
 from shard_worker.stage.stage import Stage, StageState
 
@@ -25,13 +26,15 @@ log = structlog.get_logger()
 class RestingSession:
     """What is left of a session on a stage.
 
-    request: what opened it. state: its memory. sent: the rows that it has sent to the next stage.
+    request: what opened it. state: its memory. sent: the rows that it has sent to the next stage. last: on the last
+    stage, the last row of its memory; None on all others.
     """
 
     stage: Stage
     request: OpenSession
     state: StageState
     sent: SentRows
+    last: LastRow | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -107,9 +110,6 @@ def held_length(
     if state.pending and agreed > state.length:
         stage.commit(state, agreed)
     state.pending = state.ahead = 0
-    if needed is None and agreed == len(rest.token_ids) and not trimmable:
-        # What it chose behind the last token was not told.
-        return 0
     if trimmable:
         # The next step begins with the last token.
         agreed = min(agreed, len(rest.token_ids) - 1)

@@ -148,6 +148,25 @@ async def test_another_name_takes_nothing_up(make_chain: MakeChain) -> None:
         assert held(client) == [len(known) - 1, 0]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_a_token_that_was_not_told(name: str, make_chain: MakeChain) -> None:
+    """The first stage is lost with an answer on its way: its token is chosen again, from the same row where layers are
+    recurrent, and what follows is the same."""
+    chain = make_chain(name, (2,))
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, PROMPT, COUNT + 4)
+    async with chain.session(rest=rest()) as client:
+        await go_on(client, PROMPT, COUNT)
+        await lose(chain, client, 0)
+    known = [*PROMPT, *expected[: COUNT - 1]]
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [0, len(known) - (name == "qwen3")]
+        before = computed(chain)
+        assert await go_on(client, known, COUNT + 4) == expected
+        rows = [behind - ahead for behind, ahead in zip(computed(chain), before, strict=True)]
+        assert rows == [len(known) + 4, 5 - (name == "qwen3_5")]
+
+
 @pytest.mark.parametrize("before", [False, True])
 async def test_what_is_forgotten_does_not_rest(before: bool, make_chain: MakeChain) -> None:
     """A stage whose caller is gone leaves its state to rest, unless it hears, before or later, that none was lost; so
