@@ -7,6 +7,7 @@ bound; one whose rows find no room keeps none any more.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -23,8 +24,19 @@ class RowBudget:
 
     def __init__(self, size_bytes: int, spare: Callable[[], bool] = lambda: False) -> None:
         self.size_bytes, self.spare = size_bytes, spare
-        self.used_bytes = 0
+        self._used_bytes = 0
+        self._freed: deque[int] = deque()
         self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        self._counted(0)
+        return self._used_bytes
+
+    def free(self, count: int) -> None:
+        """Count so many bytes fewer, from the next call on: no lock is taken, as garbage may be collected at any place,
+        also where the lock is held."""
+        self._freed.append(count)
 
     def take(self, count: int) -> bool:
         """Count so many more bytes, fewer where it is negative, and return whether there is room for them."""
@@ -35,8 +47,10 @@ class RowBudget:
 
     def _counted(self, count: int) -> bool:
         with self._lock:
-            fits = count <= 0 or self.used_bytes + count <= self.size_bytes
-            self.used_bytes += count if fits else 0
+            while self._freed:
+                self._used_bytes -= self._freed.popleft()
+            fits = count <= 0 or self._used_bytes + count <= self.size_bytes
+            self._used_bytes += count if fits else 0
             return fits
 
 
@@ -62,7 +76,8 @@ class _Column:
 
 
 class SentRows:
-    """The rows that one session has sent, by position.
+    """The rows that one session has sent, by position; on any thread: the event loop ends a session while the device
+    thread adds to what it has sent.
 
     token_ids: those of the session from position 0 on, as far as their rows were sent or restored. first: from this
     position on the rows are kept up to the last of these tokens; None where there was no room for them.
@@ -75,9 +90,10 @@ class SentRows:
         self._columns: list[_Column] = []
         """The activation, then the features."""
         self._counted_bytes = 0
+        self._lock = threading.RLock()
 
     def __del__(self) -> None:
-        self._budget.take(-self._counted_bytes)
+        self._budget.free(self._counted_bytes)
 
     def begin(self, token_ids: tuple[int, ...]) -> None:
         """Begin behind these tokens, which were restored: of them there are no rows."""
@@ -91,27 +107,29 @@ class SentRows:
     def add(self, sent: Forward) -> None:
         """Keep the rows of a step as the next stage gets it. What was kept from its first position on is forgotten: it
         did not count."""
-        base = sent.base_position
+        base, rows = sent.base_position, len(sent.token_ids)
         self.add_tokens(base, sent.token_ids)
-        if self.first is None or sent.activation is None or not sent.token_ids:
-            return
-        if not self._columns:
-            pieces = [_Column.like(piece.features, piece.capture_index) for piece in sent.features]
-            self._columns = [_Column.like(sent.activation), *pieces]
-        at = base - self.first
-        added = sum((at + len(sent.token_ids)) * column.row_bytes - len(column.data) for column in self._columns)
-        if not self._budget.take(added):
-            self.forget()
-            return
-        self._counted_bytes += added
-        tensors = [sent.activation, *(piece.features for piece in sent.features)]
-        for column, tensor in zip(self._columns, tensors, strict=True):
-            column.data[at * column.row_bytes :] = tensor.data
+        with self._lock:
+            if self.first is None or sent.activation is None or not rows:
+                return
+            if not self._columns:
+                pieces = [_Column.like(piece.features, piece.capture_index) for piece in sent.features]
+                self._columns = [_Column.like(sent.activation), *pieces]
+            at = base - self.first
+            added = sum((at + rows) * column.row_bytes - len(column.data) for column in self._columns)
+            if not self._budget.take(added):
+                self.forget()
+                return
+            self._counted_bytes += added
+            tensors = [sent.activation, *(piece.features for piece in sent.features)]
+            for column, tensor in zip(self._columns, tensors, strict=True):
+                column.data[at * column.row_bytes :] = tensor.data
 
     def forget(self) -> None:
         """Keep no rows any more."""
-        self._budget.take(-self._counted_bytes)
-        self._columns, self._counted_bytes, self.first = [], 0, None
+        with self._lock:
+            self._budget.free(self._counted_bytes)
+            self._columns, self._counted_bytes, self.first = [], 0, None
 
     def again(self, forward: Forward, *, features: bool) -> Forward:
         """Return a step with its rows as they were sent before; they must be kept. features: whether with those."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from services.errors import CANCELLED, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from services.messages.steps import Failure, FailureReason, OpenSession, SessionRest, StepKind
+from services.messages.steps import Failure, FailureReason, Forward, OpenSession, SessionRest, StepKind
+from services.messages.tensors import WireTensor
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.session.resting import RestingSessions
 from shard_worker.session.sent_rows import RowBudget, SentRows
@@ -354,6 +356,42 @@ def test_a_budget_counts_what_is_there() -> None:
     sent = SentRows(budget)
     del sent
     assert budget.used_bytes == 0
+
+
+def sent_step(tokens: int) -> Forward:
+    activation = WireTensor("float32", (tokens, 2), bytes(8 * tokens))
+    return Forward(0, 0, (1,) * tokens, StepKind.PREFILL, activation=activation)
+
+
+def test_a_session_that_ends_while_its_rows_are_kept() -> None:
+    """The event loop ends it while the device thread adds what was sent: neither fails, and nothing stays counted."""
+    forgetting = []
+
+    class Interrupted(RowBudget):
+        def take(self, count: int) -> bool:
+            thread = threading.Thread(target=sent.forget)
+            forgetting.append(thread)
+            thread.start()
+            thread.join(0.05)
+            return super().take(count)
+
+    budget = Interrupted(1000)
+    sent = SentRows(budget)
+    sent.add(sent_step(4))
+    [thread] = forgetting
+    thread.join()
+    assert (sent.first, budget.used_bytes) == (None, 0)
+
+
+def test_rows_that_are_collected_while_others_are_counted() -> None:
+    """Garbage may be collected at any place, also within the counting itself."""
+    budget = RowBudget(32)
+    sent = SentRows(budget)
+    sent.add(sent_step(4))
+    with budget._lock:
+        del sent
+    assert budget.take(32)
+    assert not budget.take(1)
 
 
 async def test_another_part_leaves_nothing(make_chain: MakeChain) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.errors import FlashsplitError, InvalidArgument, Unavailable
+from services.errors import CLOSED, FlashsplitError, InvalidArgument, Unavailable
 from services.layers import LayerRange
 from services.messages.description import HeadPlace
 from services.messages.draft_session import OpenDraft
@@ -53,7 +53,7 @@ class ScriptedStage:
                 raise answer
             yield answer
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         self.closed += 1
 
     async def open(self, _: OpenSession) -> ScriptedStage:
