@@ -128,16 +128,18 @@ def made_by(own: MlpWeights, row: torch.Tensor) -> torch.Tensor:
     return F.linear(inner, elements(own.down), of_down)
 
 
-def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor, *, beside: bool) -> torch.Tensor:
     """The residual x plus what the mixture makes of its norm, in float64, expert by expert for each row."""
 
-    # What kernels multiply by is rounded before the norm's factor is applied.
-    scaled = (x.float() * norm).to(x.dtype).double()
-    normed = scaled * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    # What kernels multiply by is rounded before the norm's factor is applied; a router of its own norm has it in its
+    # weights, so that nothing is rounded that it sees.
+    factors = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    normed = (x.float() * norm).to(x.dtype).double() * factors
+    routed = x.double() * norm.double() * factors if beside else normed
     result = x.double().clone()
     for row, one in enumerate(normed):
         bias = None if weights.router_bias is None else weights.router_bias.double()
-        scores = F.linear(one, weights.router.tensor.double(), bias)
+        scores = F.linear(routed[row], weights.router.tensor.double(), bias)
         shares = worth = scores.softmax(-1)
         if weights.sigmoid is not None and weights.choice_bias is not None:
             cap = weights.sigmoid.cap
@@ -187,7 +189,7 @@ def check(weights: ExpertsWeights, x: torch.Tensor, *, beside: bool = False) -> 
         return out, behind.scaled, behind.squares
 
     together = mixed(x)
-    exact = expected(weights, x, norm)
+    exact = expected(weights, x, norm, beside=beside)
     near = 1e-5 if x.dtype is torch.float32 else 1e-2
     made = exact - x.double()
     exact = made if beside else exact

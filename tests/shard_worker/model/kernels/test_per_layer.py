@@ -84,10 +84,12 @@ def test_layers_of_gemma_4_are_those_of_plain_torch(tiny: Tiny, name: str, layer
     """Experts beside a dense part; a later stage, with embeddings for each layer, some of which share keys and values:
     a row behind a few others comes as near to that of float32 as plain torch does."""
     token_ids, made = ids(4), []
+    # Of these rows the last one's experts are chosen by so much that no rounding chooses others.
+    drawn = torch.randn(4, 64, generator=torch.Generator().manual_seed(47))
     for dtype, by_kernels in ((DTYPE, True), (DTYPE, False), (torch.float32, False)):
         stage = load_stage(tiny.path(name), layers, devices=[device()], dtype=str(dtype).removeprefix("torch."))
         [segment] = stage.segments
-        rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(segment.device.torch_device, dtype)
+        rows = drawn.to(segment.device.torch_device, dtype)
         state = stage.allocate(16, 1)
         stage.run(state, rows[:3], None, uncommitted=False, token_ids=token_ids[:3])
         if by_kernels:
