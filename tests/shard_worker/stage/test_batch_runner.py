@@ -69,8 +69,10 @@ def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> 
         # Some end a page, some begin one, some are at their very beginning.
         prompt = ((0, 1, 130, 254, 256, 300) if ON_GPU else (0, 1, 254))[seed % 6]
         if prompt:
+            tokens = session.tokens[:prompt]
             for caches in (session.alone, session.among):
-                segment.run(stage.embed(session.tokens[:prompt]), [SessionRows(0, prompt, caches, False)], None)
+                rows = [SessionRows(0, prompt, caches, False)]
+                segment.run(stage.embed(tokens), rows, None, token_ids=tokens)
         session.length = prompt
 
     for turn in range(12 if ON_GPU else 2):
