@@ -67,6 +67,10 @@ class DraftBatches:
         features, start = work.link.with_kept(work.features, work.start)
         self._waiting.append(replace(work, features=features, start=start))
 
+    def forget(self, link: LocalDraftLink) -> None:
+        """Do nothing more of what waits of a session that is over; to be called on the thread itself."""
+        self._waiting = deque(work for work in self._waiting if work.link is not link)
+
     # --- as `BatchedWork`
 
     @property

@@ -6,6 +6,7 @@ device thread, where `draft_batches` does the work of all sessions together, the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,7 @@ from services.messages.draft_session import Propose
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
 from services.rpc.draft import DraftSession
+from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.draft_head import DraftHead
@@ -150,6 +152,15 @@ class LocalDraftLink:
         features, start = self.with_kept(Features(), self.state.length)
         if not features.empty:
             self.engine.append(self.state, features, start)
+
+    def cut(self, length: int) -> bool:
+        """Let another session's context be this one's first `length` tokens, and say whether that can be done. Nothing
+        that was begun for this session changes its length any more."""
+        if length != self.state.length and not (length < self.state.length and trimmable(self._keeper.groups)):
+            return False
+        self.state = copy.copy(self.state)
+        self.state.length = length
+        return True
 
     # --- on the event loop
 

@@ -342,7 +342,8 @@ class TargetRole(WorkerRole[LoadTarget]):
             assert state is not None
             draft = None
             if request.draft is not None:
-                draft = await self._drafts.open(request, loaded)
+                kept = resting.draft if held and resting is not None else None
+                draft = await self._drafts.open(request, loaded, kept)
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
             sent = self._sent_rows(request)
             if held and resting is not None:
@@ -391,6 +392,8 @@ class TargetRole(WorkerRole[LoadTarget]):
         trims = trimmable(loaded.keeper.groups)
 
         def take_up() -> tuple[int, StageState]:
+            if resting.draft is not None:
+                self._drafting.forget(resting.draft)
             held = held_length(resting, request, loaded.stage, needed, trimmable=trims)
             if held:
                 return held, resting.state
@@ -481,9 +484,10 @@ class StageDrafts:
             self._engine = (stage, draft, engine)
         return self._engine[2]
 
-    async def open(self, request: OpenSession, loaded: LoadedStage) -> DraftLink:
+    async def open(self, request: OpenSession, loaded: LoadedStage, kept: LocalDraftLink | None = None) -> DraftLink:
         """Open the draft of a session that wants one; where there is none now, the session begins by losing it.
 
+        kept: the draft beside the stage of a session that rested, whose context this one goes on from.
         Raises FailedPrecondition where the draft there reads other blocks; InvalidArgument where it was made for
         another target.
         """
@@ -491,7 +495,7 @@ class StageDrafts:
         address = request.draft.address
         try:
             if address is None:
-                return await self._open_beside(request, loaded)
+                return await self._open_beside(request, loaded, kept)
             return await self._open_remote(request, address, loaded)
         except FlashsplitError as error:
             if isinstance(error, InvalidArgument) or error.reason == CAPTURE_MISMATCH:
@@ -509,7 +513,9 @@ class StageDrafts:
         role = self._resources.roles.get(Role.DRAFT)
         return role.loaded if isinstance(role, DraftRole) else None
 
-    async def _open_beside(self, request: OpenSession, target: LoadedStage) -> LocalDraftLink:
+    async def _open_beside(
+        self, request: OpenSession, target: LoadedStage, kept: LocalDraftLink | None
+    ) -> LocalDraftLink:
         loaded, stage, embedding = self._loaded, target.stage, target.embedding
         if loaded is None:
             raise FailedPrecondition(
@@ -518,15 +524,23 @@ class StageDrafts:
         check_fit(loaded.draft.config, stage.config, DraftAndTarget(loaded.part.draft_path, target.part.model_path))
         check_captures(loaded.draft.config, stage)
         # One job: each would wait for the steps of other sessions.
-        return await self._resources.thread.submit(self._link, request, loaded, stage, embedding)
+        return await self._resources.thread.submit(self._link, request, loaded, stage, embedding, kept)
 
     def _link(
-        self, request: OpenSession, loaded: LoadedDraft, stage: Stage, embedding: TargetEmbedding
+        self,
+        request: OpenSession,
+        loaded: LoadedDraft,
+        stage: Stage,
+        embedding: TargetEmbedding,
+        kept: LocalDraftLink | None,
     ) -> LocalDraftLink:
         """Return the way to a session's draft beside the stage; runs on the device thread."""
         engine = self.engine(loaded.draft, stage, embedding)
         batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
-        state = engine.draft.allocate(request.max_length, batch_invariant_rows)
+        if kept is not None and kept.engine is engine:
+            state = kept.state
+        else:
+            state = engine.draft.allocate(request.max_length, batch_invariant_rows)
         location = self._resources.location(None)
         record = SessionRecord(request.request_id, request.trace, location, None)
         alone, together = self._blocks_ahead(request, stage, embedding, engine)

@@ -35,7 +35,6 @@ from shard_worker.drafting.engine import DraftRequest
 from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw
-from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
 from shard_worker.session.following import (
     following_step,
@@ -43,6 +42,7 @@ from shard_worker.session.following import (
     probable_following_block,
     probable_following_step,
 )
+from shard_worker.session.resting import RestingSession
 from shard_worker.session.sent_rows import SentRows
 from shard_worker.session.session import (
     DeviceEvent,
@@ -174,13 +174,13 @@ class LastStageSession(TargetSession):
             produced = known[end : end + 1]
         self._events.put_nowait(Commit(forward.step, end, produced, (StageTiming(0, 0),)))
 
-    @property
-    def _last_row(self) -> LastRow | None:
-        return self._verifier.last
+    def _resting(self, sent: SentRows) -> RestingSession:
+        draft = self.draft if isinstance(self.draft, LocalDraftLink) else None
+        return replace(super()._resting(sent), last=self._verifier.last, draft=draft)
 
     @property
     def _can_rest(self) -> bool:
-        return self._request.draft is None
+        return self._request.draft is None or isinstance(self.draft, LocalDraftLink)
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
@@ -312,8 +312,11 @@ class LastStageSession(TargetSession):
             self._verifier.observe(restore.token_ids)
             if self._sent is not None:
                 self._sent.begin(restore.token_ids)
-        parts = [own]
-        if (draft := self.draft) is not None:
+        parts, draft = [own], self.draft
+        if self._held and isinstance(draft, LocalDraftLink):
+            # Its context rested with the session.
+            parts.append(SnapshotPart(replace(self._location, stage=None), 0, 0))
+        elif draft is not None:
             try:
                 parts.append(await draft.restore_snapshot(restore))
             except (NotFound, FailedPrecondition, InvalidArgument):

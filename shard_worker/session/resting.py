@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from services.messages.steps import OpenSession
+from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.sampling.last_row import LastRow
 from shard_worker.session.sent_rows import RowBudget, SentRows
 from shard_worker.stage.stage import Stage, StageState
@@ -27,7 +28,7 @@ class RestingSession:
     """What is left of a session on a stage.
 
     request: what opened it. state: its memory. sent: the rows that it has sent to the next stage. last: on the last
-    stage, the last row of its memory; None on all others.
+    stage, the last row of its memory; None on all others. draft: its draft beside the last stage, None without one.
     """
 
     stage: Stage
@@ -35,11 +36,7 @@ class RestingSession:
     state: StageState
     sent: SentRows
     last: LastRow | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that its caches take."""
-        return self.state.size_bytes
+    draft: LocalDraftLink | None = None
 
 
 class RestingSessions:
@@ -96,7 +93,9 @@ def held_length(
     resting: RestingSession, request: OpenSession, stage: Stage, needed: int | None, *, trimmable: bool
 ) -> int:
     """Trim a resting session's memory to what a new one can go on from, and return how many tokens that are; 0 where it
-    is of no use. On the device thread, behind all that the session had computed there.
+    is of no use. Its draft's context then ends there too, if the new one has that draft. On the device thread, behind
+    all that the session had computed there. Raises ResourceExhausted where there is no memory for what the draft is
+    still to take.
 
     request: opens the new one. needed: the rows from this position on must be sent again; None on the last stage.
     trimmable: whether the memory can be cut to any length; otherwise it is that behind its last token.
@@ -113,6 +112,11 @@ def held_length(
     if trimmable:
         # The next step begins with the last token.
         agreed = min(agreed, len(rest.token_ids) - 1)
+    draft = None if request.draft is None else resting.draft
+    if draft is not None:
+        draft.catch_up()
+        # Features of what comes behind were not kept.
+        agreed = min(agreed, draft.state.length)
     first = resting.sent.first
     if needed is not None and needed < agreed and (first is None or first > needed):
         # Those rows are not there to be sent again.
@@ -122,6 +126,8 @@ def held_length(
     if not trimmable and request.block_rows > resting.request.block_rows and agreed < len(rest.token_ids) - 1:
         # Its memory is not made for the blocks in which the rest would be computed.
         return 0
+    if draft is not None and not draft.cut(agreed):
+        return 0
     state.length = agreed
     return agreed
 
@@ -129,11 +135,13 @@ def held_length(
 def _alike(resting: RestingSession, request: OpenSession, stage: Stage) -> bool:
     """Return whether a new session's memory may be that of the resting one."""
     rows = stage.batch_invariant_rows(request.batch_invariant_rows)
+    # What a draft reads of the tokens is in the rows that were sent, and behind the last stage in the draft alone.
+    drafted = resting.request.draft if request.route else resting.draft
     return (
         resting.stage is stage
-        and request.max_length <= resting.state.capacity
+        and request.max_length <= resting.request.max_length
         and rows == resting.state.batch_invariant_rows
-        and (request.draft is None or resting.request.draft is not None)
+        and (request.draft is None or drafted is not None)
     )
 
 

@@ -50,7 +50,6 @@ from shard_worker.drafting.draft_batches import DraftBatches
 from shard_worker.drafting.engine import DraftRequest
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw
-from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.batch_edges import BatchEdges
@@ -352,14 +351,13 @@ class TargetSession(ABC):
         sent, self._sent = self._sent, None
         self._device.keep_none()
         if sent is not None and rests and self._can_rest:
-            self.host.resting.add(RestingSession(self.host.stage, self._request, self.state, sent, self._last_row))
+            self.host.resting.add(self._resting(sent))
         elif sent is not None:
             sent.forget()
 
-    @property
-    def _last_row(self) -> LastRow | None:
-        """On the last stage, the last row of the session's memory."""
-        return None
+    def _resting(self, sent: SentRows) -> RestingSession:
+        """Return what is left of the session. sent: as of the constructor."""
+        return RestingSession(self.host.stage, self._request, self.state, sent)
 
     @property
     def _can_rest(self) -> bool:

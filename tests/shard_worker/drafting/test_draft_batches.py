@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -106,4 +107,24 @@ def test_sessions_that_wait_are_drafted_together(engine: DraftEngine) -> None:
         expected.append(engine.propose(alone[0].state, DraftRequest(1, 5, 7, 4)))
     assert found == expected
     assert told
+    thread.shutdown()
+
+
+def test_what_waits_of_a_session_that_is_over_is_not_done(engine: DraftEngine) -> None:
+    """Its context may be another one's by then; what waits of others is done."""
+    thread = DeviceThread(1)
+    batches = DraftBatches(thread, lambda: None)
+    links, answers = [link_to(engine) for _ in range(2)], [Future[tuple[int, ...]]() for _ in range(2)]
+
+    def add_and_forget() -> None:
+        for link, answer in zip(links, answers, strict=True):
+            then = functools.partial(lambda answer, tokens, _: answer.set_result(tokens), answer)
+            batches.add(DraftWork(link, features_of(1, 3), 0, DraftRequest(0, 3, 7, 4), then, answer.set_exception))
+        batches.forget(links[0])
+
+    thread.queue(add_and_forget).result()
+    assert len(answers[1].result(10)) == 4
+    assert not batches.waiting
+    assert [link.state.length for link in links] == [0, 3]
+    assert not answers[0].done()
     thread.shutdown()

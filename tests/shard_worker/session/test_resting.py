@@ -16,6 +16,9 @@ from services.errors import CANCELLED, FailedPrecondition, InvalidArgument, Reso
 from services.messages.steps import Failure, FailureReason, Forward, OpenSession, SessionRest, StepKind
 from services.messages.tensors import WireTensor
 from shard_worker.cache.page_pool import PagePool
+from shard_worker.drafting.link import LocalDraftLink
+from shard_worker.model.features import Features
+from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.resting import RestingSessions
 from shard_worker.session.sent_rows import RowBudget, SentRows
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
@@ -69,8 +72,11 @@ async def lose(chain: Chain, client: Client, stage: int) -> None:
         raise AssertionError("the session went on")
 
 
-async def go_on(client: Client, known: list[int], count: int, propose: int = 0) -> list[int]:
-    """Compute the known tokens but for the last one as a coordinator does, then the next ones. Returns all of them."""
+async def go_on(
+    client: Client, known: list[int], count: int, propose: int = 0, blocks: dict[int, tuple[int, ...]] | None = None
+) -> list[int]:
+    """Compute the known tokens but for the last one as a coordinator does, then the next ones. Returns all of them.
+    blocks: takes what the draft proposes, by how many tokens are known."""
     edges = sorted({len(PROMPT), len(known) - 1, *(at for at in held(client) if at < len(known))})
     client.length = min(held(client))
     while client.length < len(known) - 1:
@@ -86,6 +92,8 @@ async def go_on(client: Client, known: list[int], count: int, propose: int = 0) 
         kind = StepKind.VERIFY if block else StepKind.DECODE
         commit, block = await client.step(kind, [last, *block], propose)
         tokens += commit.token_ids
+        if blocks is not None:
+            blocks[len(PROMPT) + len(tokens)] = block
     return tokens
 
 
@@ -99,24 +107,25 @@ LOST = [((2,), 1), ((2,), 0), ((1, 3), 2), ((1, 3), 1), ((1, 3), 0)]
 async def test_only_the_lost_stage_computes_anew(
     name: str, cuts: tuple[int, ...], lost: int, drafted: bool, make_chain: MakeChain
 ) -> None:
-    """Also of recurrent layers. A draft beside the last stage needs the features of all rows, for which that one
-    computes anew, and gets those that it had: its blocks are those of an undisturbed session."""
+    """Also of recurrent layers, and with a draft beside the last stage: one that is lost gets the features of all rows,
+    the other one's context rests. Its blocks are those of an undisturbed session."""
     chain, propose = make_chain(name, cuts, drafted), BLOCK - 1 if drafted else 0
+    expected_blocks: dict[int, tuple[int, ...]] = {}
+    blocks: dict[int, tuple[int, ...]] = {}
     async with chain.session() as undisturbed:
-        expected = await go_on(undisturbed, PROMPT, COUNT + BLOCK, propose)
+        expected = await go_on(undisturbed, PROMPT, COUNT + BLOCK, propose, expected_blocks)
     async with chain.session(rest=rest()) as client:
         tokens = await go_on(client, PROMPT, COUNT, propose)
         await lose(chain, client, lost)
     known = [*PROMPT, *tokens]
-    held_by = [index != lost and not (drafted and index == len(cuts)) for index in range(len(cuts) + 1)]
-    if drafted and lost < len(cuts):
-        # What a stage behind the lost one has sent is there to be sent again.
-        assert held_by[lost + 1 : -1] == [True] * (len(cuts) - lost - 1)
+    held_by = [index != lost for index in range(len(cuts) + 1)]
     before = computed(chain)
     async with chain.session(rest=rest(known)) as client:
         assert [at > 0 for at in held(client)] == held_by
         assert all(at >= len(known) - 1 for at in held(client) if at)
-        assert await go_on(client, known, COUNT + BLOCK, propose) == expected
+        assert await go_on(client, known, COUNT + BLOCK, propose, blocks) == expected
+    assert blocks == {at: block for at, block in expected_blocks.items() if at > len(known)}
+    assert bool(blocks)
     rows = [behind - ahead for behind, ahead in zip(computed(chain), before, strict=True)]
     new_rows = rows[lost] - (len(known) - 1)
     for at, is_held in zip(rows, held_by, strict=True):
@@ -150,23 +159,56 @@ async def test_another_name_takes_nothing_up(make_chain: MakeChain) -> None:
         assert held(client) == [len(known) - 1, 0]
 
 
+@pytest.mark.parametrize("drafted", [False, "session", "sliding"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_a_token_that_was_not_told(name: str, make_chain: MakeChain) -> None:
+async def test_a_token_that_was_not_told(name: str, drafted: bool | str, make_chain: MakeChain) -> None:
     """The first stage is lost with an answer on its way: its token is chosen again, from the same row where layers are
-    recurrent, and what follows is the same."""
-    chain = make_chain(name, (2,))
-    async with chain.session() as undisturbed:
-        expected = await go_on(undisturbed, PROMPT, COUNT + 4)
+    recurrent, and what follows is the same. A draft whose layers look back only so far cannot be cut."""
+    chain, propose = make_chain(name, (2,), drafted), BLOCK - 1 if drafted else 0
     async with chain.session(rest=rest()) as client:
-        await go_on(client, PROMPT, COUNT)
+        known = [*PROMPT, *await go_on(client, PROMPT, COUNT - 1)]
+        await client.step(StepKind.DECODE, known[-1:], propose)
         await lose(chain, client, 0)
-    known = [*PROMPT, *expected[: COUNT - 1]]
+    expected_blocks: dict[int, tuple[int, ...]] = {}
+    blocks: dict[int, tuple[int, ...]] = {}
+    before = computed(chain)
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, known, COUNT + BLOCK, propose, expected_blocks)
+    between = computed(chain)
     async with chain.session(rest=rest(known)) as client:
-        assert held(client) == [0, len(known) - (name == "qwen3")]
-        before = computed(chain)
-        assert await go_on(client, known, COUNT + 4) == expected
-        rows = [behind - ahead for behind, ahead in zip(computed(chain), before, strict=True)]
-        assert rows == [len(known) + 4, 5 - (name == "qwen3_5")]
+        at = len(known) if name == "qwen3_5" else 0 if drafted == "sliding" else len(known) - 1
+        assert held(client) == [0, at]
+        assert await go_on(client, known, COUNT + BLOCK, propose, blocks) == expected
+    assert blocks == expected_blocks
+    rows = [behind - ahead for behind, ahead in zip(computed(chain), between, strict=True)]
+    all_rows = [behind - ahead for behind, ahead in zip(between, before, strict=True)]
+    assert rows == [all_rows[0], all_rows[1] - at]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+async def test_features_that_the_draft_has_not_taken(taken: bool, make_chain: MakeChain) -> None:
+    """While no blocks are asked for the draft's context lags behind, and catches up when the session is taken up. What
+    the draft never got ends what is held of its stage."""
+    chain = make_chain("qwen3", (2,), "session")
+    async with chain.session(rest=rest()) as client:
+        known = [*PROMPT, *await go_on(client, PROMPT, COUNT)]
+        [session] = chain.roles[1].sessions
+        assert isinstance(session, LastStageSession)
+        draft = session.draft
+        assert isinstance(draft, LocalDraftLink)
+        assert draft.state.length < len(known) - 1
+        if not taken:
+            draft.with_kept(Features(), 0)
+        at = len(known) - 1 if taken else draft.state.length
+        await lose(chain, client, 0)
+    expected_blocks: dict[int, tuple[int, ...]] = {}
+    blocks: dict[int, tuple[int, ...]] = {}
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, known, COUNT + BLOCK, BLOCK - 1, expected_blocks)
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [0, at]
+        assert await go_on(client, known, COUNT + BLOCK, BLOCK - 1, blocks) == expected
+    assert blocks == expected_blocks
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -281,6 +323,29 @@ async def test_a_restored_prefix(make_chain: MakeChain) -> None:
                 restored = commit.token_ids
             else:
                 assert (await client.plain(PROMPT, 1)) == [*restored]
+    chain.free_snapshots()
+
+
+async def test_a_restored_prefix_with_a_draft(make_chain: MakeChain) -> None:
+    """The context of a draft beside a stage that is not lost has the prefix already."""
+    chain = make_chain("qwen3", (2,), "session")
+    async with chain.session() as client:
+        await client.prefill(PROMPT[:8])
+        await client.save("kept")
+    async with chain.session() as client:
+        await client.prefill(PROMPT[:-1])
+        expected = await client.step(StepKind.DECODE, PROMPT[-1:], BLOCK - 1)
+    async with chain.session(rest=rest()) as client:
+        await client.restore("kept", PROMPT[:8])
+        await client.prefill(PROMPT[8:])
+        await lose(chain, client, 0)
+    async with chain.session(rest=rest(PROMPT, first_position=8)) as client:
+        assert held(client) == [0, len(PROMPT) - 1]
+        restored = await client.restore("kept", PROMPT[:8])
+        assert [part.size_bytes > 0 for part in restored.parts] == [True, False, False]
+        await client.prefill(PROMPT[8:-1])
+        commit, block = await client.step(StepKind.DECODE, PROMPT[-1:], BLOCK - 1)
+        assert (commit.token_ids, block) == (expected[0].token_ids, expected[1])
     chain.free_snapshots()
 
 
