@@ -179,12 +179,27 @@ class LocalDraftLink:
         self._record.end(why, self.state.length)
 
 
+class KeptFeatures(Protocol):
+    """What a draft elsewhere was sent, which the draft of a later session can be sent again."""
+
+    @property
+    def first(self) -> int | None:
+        """From this position on the rows are kept; None where there was no room for them."""
+
+    def add_rows(self, pieces: Sequence[FeatureSlice]) -> None:
+        """Keep rows, as they are sent."""
+
+    def rows(self, first: int, last: int) -> list[FeatureSlice]:
+        """Return the rows of the tokens [first, last), as they were sent; they must be kept."""
+
+
 class RemoteDraftLink:
     """A `DraftElsewhere` that is there.
 
     session: the draft's session there. device: where the last stage computes. projected: whether the draft has neither
     the target's embedding nor its lm_head, so that this end sends it rows of `embedding` and, unless it has a head of
-    its own, turns its hidden rows into tokens by `head`.
+    its own, turns its hidden rows into tokens by `head`. sent: keeps what the draft gets; where it has some already, of
+    a session that rested, the draft gets that first. None where nothing is to be kept.
     """
 
     held_bytes = 0
@@ -198,14 +213,22 @@ class RemoteDraftLink:
         mask_token_id: int,
         embedding: EmbeddingRows,
         head: DraftHead,
+        sent: KeptFeatures | None = None,
     ) -> None:
-        self._thread, self.session, self._device = thread, session, device
+        self._thread, self.session, self._device, self._sent = thread, session, device, sent
+        self._length = 0
+        """Of how many tokens the draft has what it is to know."""
         self._projected, self._mask_token_id = projected, mask_token_id
         self._embedding, self._head = embedding, head
 
     async def advance(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
-        for piece in await self._thread.submit(slices_to_wire, features, start):
+        pieces = await self._thread.submit(slices_to_wire, features, start)
+        await self._catch_up(start)
+        if self._sent is not None and pieces:
+            self._sent.add_rows(pieces)
+        for piece in pieces:
             await self.session.feature_slice(piece)
+        self._length = start + features.count
         if request is None:
             return ()
         embed = None
@@ -222,10 +245,20 @@ class RemoteDraftLink:
         return await self.session.save_snapshot(save)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
-        return await self.session.restore_snapshot(restore)
+        part = await self.session.restore_snapshot(restore)
+        self._length = restore.length
+        return part
 
     async def close(self, why: str = CLOSED) -> None:
         await self.session.close(why)
+
+    async def _catch_up(self, length: int) -> None:
+        """Send what a session that rested has sent before, up to so many tokens."""
+        while self._sent is not None and self._sent.first is not None and self._length < length:
+            end = min(length, self._length + MOST_KEPT_ROWS)
+            for piece in self._sent.rows(self._length, end):
+                await self.session.feature_slice(piece)
+            self._length = end
 
     def _embed(self, token_id: int) -> WireTensor:
         return to_wire(self._embedding((token_id, self._mask_token_id)))

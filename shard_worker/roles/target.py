@@ -340,15 +340,14 @@ class TargetRole(WorkerRole[LoadTarget]):
             session = RelaySession(host, request, state, above, downstream, sent)
         else:
             assert state is not None
+            taken = resting if held else None
+            sent = self._sent_rows(request) if taken is None else taken.sent
             draft = None
             if request.draft is not None:
-                kept = resting.draft if held and resting is not None else None
-                draft = await self._drafts.open(request, loaded, kept)
+                draft = await self._drafts.open(request, loaded, sent, None if taken is None else taken.draft)
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
-            sent = self._sent_rows(request)
-            if held and resting is not None:
-                sent = resting.sent
-                verifier.last = resting.last or verifier.last
+            if taken is not None:
+                verifier.last = taken.last or verifier.last
             session = LastStageSession(host, request, state, above, verifier, draft, sent)
         if not isinstance(session, RelaySession) or stage.embedding is None:
             return session
@@ -389,6 +388,9 @@ class TargetRole(WorkerRole[LoadTarget]):
         needed = None
         if downstream is not None:
             needed = max(request.rest.first_position, min(stage.held_length for stage in downstream.stages))
+        elif request.draft is not None and request.draft.address is not None:
+            # The draft's session there is a new one.
+            needed = request.rest.first_position
         trims = trimmable(loaded.keeper.groups)
 
         def take_up() -> tuple[int, StageState]:
@@ -484,10 +486,14 @@ class StageDrafts:
             self._engine = (stage, draft, engine)
         return self._engine[2]
 
-    async def open(self, request: OpenSession, loaded: LoadedStage, kept: LocalDraftLink | None = None) -> DraftLink:
+    async def open(
+        self, request: OpenSession, loaded: LoadedStage, sent: SentRows | None, kept: LocalDraftLink | None
+    ) -> DraftLink:
         """Open the draft of a session that wants one; where there is none now, the session begins by losing it.
 
-        kept: the draft beside the stage of a session that rested, whose context this one goes on from.
+        sent: keeps what a draft elsewhere gets, and has what a session that rested has sent there; None where the
+        session does not rest. kept: the draft beside the stage of a session that rested, whose context this one goes
+        on from.
         Raises FailedPrecondition where the draft there reads other blocks; InvalidArgument where it was made for
         another target.
         """
@@ -496,7 +502,7 @@ class StageDrafts:
         try:
             if address is None:
                 return await self._open_beside(request, loaded, kept)
-            return await self._open_remote(request, address, loaded)
+            return await self._open_remote(request, address, loaded, sent)
         except FlashsplitError as error:
             if isinstance(error, InvalidArgument) or error.reason == CAPTURE_MISMATCH:
                 # No other answer would have this draft either.
@@ -580,7 +586,9 @@ class StageDrafts:
             self._ahead = (engine, BlocksAhead(engine.runner, matrix), together)
         return self._ahead[1:]
 
-    async def _open_remote(self, request: OpenSession, address: str, loaded: LoadedStage) -> RemoteDraftLink:
+    async def _open_remote(
+        self, request: OpenSession, address: str, loaded: LoadedStage, sent: SentRows | None
+    ) -> RemoteDraftLink:
         stage = loaded.stage
         assert stage.head is not None
         # A session without a draft is answered sooner than one that waits for a worker to come back.
@@ -605,6 +613,7 @@ class StageDrafts:
             description.mask_token_id,
             loaded.embedding.rows,
             head,
+            sent,
         )
 
     def _head_of(self, description: DraftDescription, loaded: LoadedStage) -> DraftHead:

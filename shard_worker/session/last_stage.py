@@ -178,10 +178,6 @@ class LastStageSession(TargetSession):
         draft = self.draft if isinstance(self.draft, LocalDraftLink) else None
         return replace(super()._resting(sent), last=self._verifier.last, draft=draft)
 
-    @property
-    def _can_rest(self) -> bool:
-        return self._request.draft is None or isinstance(self.draft, LocalDraftLink)
-
     def _handle(self, event: DeviceEvent) -> None:
         match event:
             case StepDecided(step, arrived_ns, outcome, drafting, answered):

@@ -97,7 +97,8 @@ def held_length(
     all that the session had computed there. Raises ResourceExhausted where there is no memory for what the draft is
     still to take.
 
-    request: opens the new one. needed: the rows from this position on must be sent again; None on the last stage.
+    request: opens the new one. needed: the rows from this position on must be sent again; None on a last stage without
+    a draft elsewhere.
     trimmable: whether the memory can be cut to any length; otherwise it is that behind its last token.
     """
     state, rest = resting.state, request.rest
@@ -117,7 +118,9 @@ def held_length(
         draft.catch_up()
         # Features of what comes behind were not kept.
         agreed = min(agreed, draft.state.length)
-    first = resting.sent.first
+    first, end = resting.sent.first, resting.sent.end
+    if needed is not None and end is not None:
+        agreed = min(agreed, end)
     if needed is not None and needed < agreed and (first is None or first > needed):
         # Those rows are not there to be sent again.
         agreed = needed if trimmable else 0
@@ -135,8 +138,9 @@ def held_length(
 def _alike(resting: RestingSession, request: OpenSession, stage: Stage) -> bool:
     """Return whether a new session's memory may be that of the resting one."""
     rows = stage.batch_invariant_rows(request.batch_invariant_rows)
-    # What a draft reads of the tokens is in the rows that were sent, and behind the last stage in the draft alone.
-    drafted = resting.request.draft if request.route else resting.draft
+    # What a draft reads of the tokens is in the rows that were sent, and beside the last stage in the draft alone.
+    beside = not request.route and request.draft is not None and request.draft.address is None
+    drafted = resting.draft if beside else resting.request.draft
     return (
         resting.stage is stage
         and request.max_length <= resting.request.max_length

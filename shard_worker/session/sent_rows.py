@@ -1,4 +1,5 @@
-"""What a session has sent to the next stage: rows that this one can send again where that stage is lost.
+"""What a session has sent to the next stage, or to a draft elsewhere: rows that this one can send again where that is
+lost, or has lost the session.
 
 They are copies in host memory, made of what leaves the stage for the host in any case. All sessions of a worker share a
 bound; one whose rows find no room keeps none any more.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.messages.steps import FeatureSlice, Forward
@@ -80,7 +81,7 @@ class SentRows:
     thread adds to what it has sent.
 
     token_ids: those of the session from position 0 on, as far as their rows were sent or restored. first: from this
-    position on the rows are kept up to the last of these tokens; None where there was no room for them.
+    position on the rows are kept; None where there was no room for them.
     """
 
     def __init__(self, budget: RowBudget) -> None:
@@ -107,23 +108,34 @@ class SentRows:
     def add(self, sent: Forward) -> None:
         """Keep the rows of a step as the next stage gets it. What was kept from its first position on is forgotten: it
         did not count."""
-        base, rows = sent.base_position, len(sent.token_ids)
-        self.add_tokens(base, sent.token_ids)
+        self.add_tokens(sent.base_position, sent.token_ids)
+        if sent.activation is not None and sent.token_ids:
+            self.add_rows([FeatureSlice(sent.base_position, sent.activation), *sent.features])
+
+    def add_rows(self, pieces: Sequence[FeatureSlice]) -> None:
+        """Keep rows of one or more tensors, as `add` does: each time the same ones."""
+        base, rows = pieces[0].start_position, pieces[0].features.shape[0]
         with self._lock:
-            if self.first is None or sent.activation is None or not rows:
+            if self.first is None:
                 return
             if not self._columns:
-                pieces = [_Column.like(piece.features, piece.capture_index) for piece in sent.features]
-                self._columns = [_Column.like(sent.activation), *pieces]
+                self._columns = [_Column.like(piece.features, piece.capture_index) for piece in pieces]
             at = base - self.first
             added = sum((at + rows) * column.row_bytes - len(column.data) for column in self._columns)
             if not self._budget.take(added):
                 self.forget()
                 return
             self._counted_bytes += added
-            tensors = [sent.activation, *(piece.features for piece in sent.features)]
-            for column, tensor in zip(self._columns, tensors, strict=True):
-                column.data[at * column.row_bytes :] = tensor.data
+            for column, piece in zip(self._columns, pieces, strict=True):
+                column.data[at * column.row_bytes :] = piece.features.data
+
+    @property
+    def end(self) -> int | None:
+        """The position behind the last row that is kept; None where there was no room for them."""
+        with self._lock:
+            if self.first is None or not self._columns:
+                return self.first
+            return self.first + len(self._columns[0].data) // self._columns[0].row_bytes
 
     def forget(self) -> None:
         """Keep no rows any more."""
@@ -133,11 +145,14 @@ class SentRows:
 
     def again(self, forward: Forward, *, features: bool) -> Forward:
         """Return a step with its rows as they were sent before; they must be kept. features: whether with those."""
+        first = forward.base_position
+        activation, *pieces = self.rows(first, first + len(forward.token_ids))
+        return replace(forward, activation=activation.features, features=tuple(pieces) if features else ())
+
+    def rows(self, first: int, last: int) -> list[FeatureSlice]:
+        """Return the rows of the tokens [first, last) of each tensor; they must be kept."""
         assert self.first is not None
-        first = forward.base_position - self.first
-        activation, *pieces = (column.rows(first, first + len(forward.token_ids)) for column in self._columns)
-        slices = (
-            FeatureSlice(forward.base_position, piece, column.capture_index)
-            for piece, column in zip(pieces, self._columns[1:], strict=True)
-        )
-        return replace(forward, activation=activation, features=tuple(slices) if features else ())
+        at = first - self.first
+        return [
+            FeatureSlice(first, column.rows(at, at + last - first), column.capture_index) for column in self._columns
+        ]

@@ -350,7 +350,7 @@ class TargetSession(ABC):
         """Leave the session's memory to who takes it up, where it rests."""
         sent, self._sent = self._sent, None
         self._device.keep_none()
-        if sent is not None and rests and self._can_rest:
+        if sent is not None and rests:
             self.host.resting.add(self._resting(sent))
         elif sent is not None:
             sent.forget()
@@ -358,11 +358,6 @@ class TargetSession(ABC):
     def _resting(self, sent: SentRows) -> RestingSession:
         """Return what is left of the session. sent: as of the constructor."""
         return RestingSession(self.host.stage, self._request, self.state, sent)
-
-    @property
-    def _can_rest(self) -> bool:
-        """Whether another session could go on from this one's memory."""
-        return True
 
     # --- what differs between the last stage and the others
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from services.errors import CANCELLED, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.steps import Failure, FailureReason, Forward, OpenSession, SessionRest, StepKind
 from services.messages.tensors import WireTensor
 from shard_worker.cache.page_pool import PagePool
@@ -101,15 +102,16 @@ LOST = [((2,), 1), ((2,), 0), ((1, 3), 2), ((1, 3), 1), ((1, 3), 0)]
 """Where the layers are cut, and which stage is lost."""
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("drafted", [False, True, HeadPlace.LOADED])
 @pytest.mark.parametrize(("cuts", "lost"), LOST)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 async def test_only_the_lost_stage_computes_anew(
-    name: str, cuts: tuple[int, ...], lost: int, drafted: bool, make_chain: MakeChain
+    name: str, cuts: tuple[int, ...], lost: int, drafted: bool | HeadPlace, make_chain: MakeChain
 ) -> None:
-    """Also of recurrent layers, and with a draft beside the last stage: one that is lost gets the features of all rows,
-    the other one's context rests. Its blocks are those of an undisturbed session."""
-    chain, propose = make_chain(name, cuts, drafted), BLOCK - 1 if drafted else 0
+    """Also of recurrent layers, and with a draft beside the last stage or elsewhere: it gets the features of all rows,
+    or its context rests. Its blocks are those of an undisturbed session."""
+    options = {"place": drafted} if isinstance(drafted, HeadPlace) else {}
+    chain, propose = make_chain(name, cuts, bool(drafted), **options), BLOCK - 1 if drafted else 0
     expected_blocks: dict[int, tuple[int, ...]] = {}
     blocks: dict[int, tuple[int, ...]] = {}
     async with chain.session() as undisturbed:
@@ -326,9 +328,20 @@ async def test_a_restored_prefix(make_chain: MakeChain) -> None:
     chain.free_snapshots()
 
 
-async def test_a_restored_prefix_with_a_draft(make_chain: MakeChain) -> None:
-    """The context of a draft beside a stage that is not lost has the prefix already."""
-    chain = make_chain("qwen3", (2,), "session")
+@pytest.mark.parametrize(
+    ("place", "transport"),
+    [
+        (HeadPlace.SHARED, FeatureTransport.SUM),
+        (HeadPlace.LOADED, FeatureTransport.SUM),
+        (HeadPlace.LOADED, FeatureTransport.SLICES),
+    ],
+)
+async def test_a_restored_prefix_with_a_draft(
+    place: HeadPlace, transport: FeatureTransport, make_chain: MakeChain
+) -> None:
+    """The context of a draft beside a stage that is not lost has the prefix already; one elsewhere takes it up, and
+    then gets what was sent behind it."""
+    chain = make_chain("qwen3", (2,), "session", place=place, transport=transport)
     async with chain.session() as client:
         await client.prefill(PROMPT[:8])
         await client.save("kept")
@@ -337,15 +350,17 @@ async def test_a_restored_prefix_with_a_draft(make_chain: MakeChain) -> None:
         expected = await client.step(StepKind.DECODE, PROMPT[-1:], BLOCK - 1)
     async with chain.session(rest=rest()) as client:
         await client.restore("kept", PROMPT[:8])
-        await client.prefill(PROMPT[8:])
+        await client.prefill(PROMPT[8:-1])
+        await client.step(StepKind.DECODE, PROMPT[-1:], BLOCK - 1)
         await lose(chain, client, 0)
     async with chain.session(rest=rest(PROMPT, first_position=8)) as client:
         assert held(client) == [0, len(PROMPT) - 1]
         restored = await client.restore("kept", PROMPT[:8])
-        assert [part.size_bytes > 0 for part in restored.parts] == [True, False, False]
+        assert [part.size_bytes > 0 for part in restored.parts] == [True, False, place is HeadPlace.LOADED]
         await client.prefill(PROMPT[8:-1])
         commit, block = await client.step(StepKind.DECODE, PROMPT[-1:], BLOCK - 1)
         assert (commit.token_ids, block) == (expected[0].token_ids, expected[1])
+        assert not (await client.save("longer")).parts[-1].refusal
     chain.free_snapshots()
 
 
