@@ -130,6 +130,14 @@ def can_prefill(device: Device, config: ModelConfig) -> bool:
     return choose(devices.kernel_target(device.torch_device)) is not None
 
 
+def can_prefill_experts(device: Device, layers: Iterable[DecoderWeights]) -> bool:
+    """Return whether kernels on a device, which run there, read the matrices of all routed experts that stand together
+    in these layers, also beside a dense part. Others are not asked for."""
+    mixtures = [own.mlp.experts if isinstance(own.mlp, ExpertsBesideWeights) else own.mlp for own in layers]
+    together = [own.together for own in mixtures if isinstance(own, ExpertsWeights)]
+    return can_read(device, [matrix for own in together if own is not None for matrix in (own.gate_up, own.down)])
+
+
 def check_float8(device: Device, *, kernels: bool) -> None:
     """Raises FailedPrecondition where keys and values cannot be kept in 8-bit floats. kernels: as of `can_run`."""
     lack = float8_lack(device, kernels=kernels)

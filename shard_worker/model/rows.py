@@ -12,7 +12,7 @@ from services.model.config import AttentionShape, LinearAttentionConfig
 from services.model.rope import Rope
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.model.layer_weights import LinearAttentionWeights
+from shard_worker.model.layer_weights import ExpertsWeights, LinearAttentionWeights
 from shard_worker.ops.activation import geglu, swiglu
 from shard_worker.ops.attention import Causal, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
@@ -26,6 +26,11 @@ of its first projection, the session's cache, the layer's slot in it, and the no
 
 It advances the state, leaves the convolution's inputs to the caller, and returns [n, value_heads * value_head_dim].
 """
+
+
+RoutedExperts = Callable[[ExpertsWeights, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""What routed experts make of rows [n, hidden], [n, hidden], given the weights of a mixture whose matrices stand
+together, and each row's shares and its experts' numbers, [n, k] both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class RowOperations:
     """As `ops.activation.geglu`."""
     recurrent_prefill: RecurrentPrefill | None = None
     """None where recurrent layers take their rows one operator after the other."""
+    routed_experts: RoutedExperts | None = None
+    """None where rows go through experts one expert after the other."""
 
 
 PLAIN = RowOperations()

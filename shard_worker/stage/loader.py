@@ -32,7 +32,7 @@ from shard_worker.device.devices import HOST, Device, check_room, free_bytes
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
-from shard_worker.model.kernel_support import can_prefill, can_run_model, check_float8
+from shard_worker.model.kernel_support import can_prefill, can_prefill_experts, can_run_model, check_float8
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, LoadedWhenAsked, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.per_layer import PerLayerInputs
@@ -339,7 +339,7 @@ class StageLoader:
             rotations=Rotation.of_all(self.config.ropes, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
-            operations=row_operations(device, self.config),
+            operations=row_operations(device, self.config, weights),
             kv_dtype=self._kv_dtype,
         )
 
@@ -489,15 +489,16 @@ class _Threads:
         return done
 
 
-def row_operations(device: Device, config: ModelConfig) -> RowOperations:
-    """Return what suits a device: kernels where they run, plain torch elsewhere."""
+def row_operations(device: Device, config: ModelConfig, layers: Sequence[DecoderWeights]) -> RowOperations:
+    """Return what suits a device and the layers that it has: kernels where they run, plain torch elsewhere."""
     if not can_run_model(device, config):
         return PLAIN
     # Only where kernels can run is Triton installed.
-    from shard_worker.model.kernels import delta_prefill, elementwise
+    from shard_worker.model.kernels import delta_prefill, elementwise, expert_prefill
 
     prefill = delta_prefill.run_layer if can_prefill(device, config) else None
-    return RowOperations(elementwise.rms_norm, elementwise.swiglu, elementwise.geglu, prefill)
+    experts = expert_prefill.run if can_prefill_experts(device, layers) else None
+    return RowOperations(elementwise.rms_norm, elementwise.swiglu, elementwise.geglu, prefill, experts)
 
 
 def _is_on(matrix: RowLookup, device: Device) -> bool:

@@ -11,6 +11,8 @@ which they were chosen. Packed matrices are read as `codes` says.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -33,7 +35,7 @@ from shard_worker.model.kernels.matmul import (
     sum_of_parts,
     with_factors,
 )
-from shard_worker.model.layer_weights import ExpertsWeights
+from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights
 from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import Weight
 
@@ -51,6 +53,9 @@ _PLACED = 64
 
 _TURN_BYTES = 128
 """Bytes of a row's codes that a program of a packed product reads in a turn, where the widest tiles divide it."""
+
+_MIXED_WIDTH = 64
+"""The most columns of a row that a program adds up, where that is not done with a product."""
 
 _WIDTH_MULTIPLE = 32
 """A tile of the last product has so many columns or a multiple, as squares are summed up by so many."""
@@ -291,9 +296,8 @@ def _product(
     before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups, and made_sums the sums of every
     SQUARES of its columns. Else x has rows sorted by expert, and made, float32 [parts, pairs, width], has them as the
     router chose them. LIMIT, ALPHA: of gates that are clamped, as of `ops.activation.clamped_swiglu`; LIMIT is 0 for
-    others. GELU: in tanh's form, in place of SiLU. MIXED: the program with which a row's last expert is done adds all
-    of them up. ALONE: no expert has more than one tile. stride: rows of weight from one expert to the next. UNIT,
-    SPLIT, SERIAL, FORM: as of the products in `matmul`; a matrix that is not packed is not split.
+    others. GELU: in tanh's form, in place of SiLU. MIXED, ALONE: as of `Routed`. stride: rows of weight from one expert
+    to the next. UNIT, SPLIT, SERIAL, FORM: as of the products in `matmul`; a matrix that is not packed is not split.
     """
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(tiles + tile * 4)
@@ -474,54 +478,122 @@ def run(
             chosen, order, tiles, pairs, BLOCK=_PLACED, CHUNK=2 * _PLACED, HEIGHT=height, num_warps=4
         )
 
-    forms = [None if packed is None else form_of(packed) for packed in map(_packed, (together.gate_up, together.down))]
+    forms = forms_of(together)
     cuts = [
         choose(width, depth, first, chosen_count, item, height, target)
         if form is None
         else choose_packed(form, width, depth, first, chosen_count, item, rows, height, target)
         for form, width, depth, first in zip(forms, (size, hidden), (hidden, size), (True, False), strict=True)
     ]
-    # The second product's sums are those of the first one's results, where its tiles have whole runs of columns.
-    wants_middle = forms[1] is not None and bool(forms[1].offset) and forms[1].sums == SQUARES_WIDTH
-    middle_sums = empty(pairs, size // SQUARES_WIDTH) if wants_middle and cuts[0].width % SQUARES_WIDTH == 0 else None
-    made_parts = 1 if cuts[1].serial else cuts[1].split
-    out, middle, made = torch.empty_like(x), empty(pairs, size, dtype=x.dtype), empty(made_parts, pairs, hidden)
-    sums_shape = (rows, triton.cdiv(hidden, SQUARES_WIDTH))
+    out, sums_shape = torch.empty_like(x), (rows, triton.cdiv(hidden, SQUARES_WIDTH))
     next_sums = empty(*sums_shape) if then is not None and wants_sums(then) else None
     following = None
     if norm is not None:
         following = Normed(torch.empty_like(out), empty(*sums_shape), eps, sums=next_sums)
+    placed = Routed(shares, taken, order, tiles, alone=rows <= height, mixed=one_tile)
+    multiply(weights, x, normed.sums, factors, placed, cuts, Mixed(out, shared, residual, norm, following))
+    return out, None if following is None else with_factors(following)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The pairs of a row and one of its experts, in tiles of one expert's rows each.
+
+    shares: float32 [rows * chosen], as the router chose. taken: float32 [rows], how much of the shared expert each row
+    takes. order: int32 [rows * chosen], the pair at each place, sorted by expert. tiles: int32 [n, 4], each one's
+    expert, -1 for none, its first place and its rows. alone: no expert has more than one tile. mixed: the program with
+    which a row's last expert is done adds all of them up, which needs that.
+    """
+
+    shares: torch.Tensor
+    taken: torch.Tensor | None
+    order: torch.Tensor
+    tiles: torch.Tensor
+    alone: bool
+    mixed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """What becomes of what experts make of rows: the sum of each row's goes to out [n, hidden].
+
+    shared: what the shared expert makes of the rows, and residual: both [n, hidden], are added, None for nothing. norm,
+    following: of the norm behind, and where the rows go on their way through it.
+    """
+
+    out: torch.Tensor
+    shared: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    following: Normed | None = None
+
+
+def multiply(
+    weights: ExpertsWeights,
+    x: torch.Tensor,
+    sums: torch.Tensor | None,
+    factors: torch.Tensor,
+    routed: Routed,
+    cuts: Sequence[Config],
+    mixed: Mixed,
+) -> None:
+    """Take rows x [n, hidden] through the experts that they are routed to, and add up what these make of each.
+
+    sums: as of `Normed`, where they are there. factors: float32 [n], of the norm that is due on the rows. cuts: of both
+    products, whose height is that of the tiles or more.
+    """
+    together, experts = weights.together, weights.router.rows
+    assert together is not None
+    (rows, hidden), device, size = x.shape, x.device, together.down.columns
+    pairs, slots, forms = len(routed.order), len(routed.tiles), forms_of(together)
+    chosen = pairs // rows
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    # The second product's sums are those of the first one's results, where its tiles have whole runs of columns.
+    wants_middle = forms[1] is not None and bool(forms[1].offset) and forms[1].sums == SQUARES_WIDTH
+    middle_sums = empty(pairs, size // SQUARES_WIDTH) if wants_middle and cuts[0].width % SQUARES_WIDTH == 0 else None
+    parts = 1 if cuts[1].serial else cuts[1].split
+    middle, made = empty(pairs, size, dtype=x.dtype), empty(parts, pairs, hidden)
+    following = mixed.following
+    next_sums = None if following is None else following.sums
     mixing = (
-        shares, taken, shared, residual, out, norm, following.scaled if following else None,
-        following.squares if following else None, next_sums,
+        routed.shares, routed.taken, mixed.shared, mixed.residual, mixed.out, mixed.norm,
+        following.scaled if following else None, following.squares if following else None, next_sums,
     )  # fmt: skip
+    behind = {"SHARED": mixed.shared is not None, "THEN": following is not None, "SUMMED": next_sums is not None}
     limit, alpha = (0.0, 1.0) if together.clamped is None else (together.clamped.limit, together.clamped.alpha)
-    mixed = {"SHARED": shared is not None, "THEN": norm is not None, "SUMMED": next_sums is not None}
     for first, form, cut in zip((True, False), forms, cuts, strict=True):
         width, depth = (size, hidden) if first else (hidden, size)
         weight = together.gate_up if first else together.down
         bias = together.gate_up_bias if first else together.down_bias
-        packed, source, sums = _packed(weight), x if first else middle, normed.sums if first else middle_sums
+        packed, source, own_sums = _packed(weight), x if first else middle, sums if first else middle_sums
         read, groups = weight.tensor if packed is None else packed.codes.view(torch.int32), matmul.NO_GROUPS
         if packed is not None and form is not None:
-            groups = group_tensors(packed, form, source, sums)
+            groups = group_tensors(packed, form, source, own_sums)
         blocks, programs = triton.cdiv(width, cut.width), 1 if cut.serial else cut.split
         partial = empty(slots * blocks * programs * cut.height * cut.width * 2) if first and programs > 1 else made
         _product[(slots, blocks, programs)](
-            source, read, *groups, bias, middle if first else made, middle_sums if first else None, factors, order,
-            tiles, partial, arrivals(device), *mixing, rows, weight.rows // experts, width, depth,
-            EXPERTS=experts, CHOSEN=chosen_count, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth,
+            source, read, *groups, bias, middle if first else made, middle_sums if first else None, factors,
+            routed.order, routed.tiles, partial, arrivals(device), *mixing, rows, weight.rows // experts, width, depth,
+            EXPERTS=experts, CHOSEN=chosen, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth,
             STAGES=cut.stages, WARPS=cut.warps, UNIT=matmul.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
-            EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=rows <= height, FIRST=first,
-            MIXED=one_tile and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
-            GELU=together.gelu, PRECISION=product_precision(x), FORM=form, num_warps=cut.warps, **mixed,
+            EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=routed.alone,
+            FIRST=first, MIXED=routed.mixed and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
+            GELU=together.gelu, PRECISION=product_precision(x), FORM=form, num_warps=cut.warps, **behind,
         )  # fmt: skip
-    if not one_tile:
-        _mix_rows[(rows, triton.cdiv(hidden, cuts[1].width))](
-            made, *mixing, rows, hidden, CHOSEN=chosen_count, PARTS=made_parts, WIDTH=cuts[1].width,
-            SQUARES=SQUARES_WIDTH, num_warps=1, **mixed,
+    if not routed.mixed:
+        wide = min(cuts[1].width, _MIXED_WIDTH)
+        _mix_rows[(rows, triton.cdiv(hidden, wide))](
+            made, *mixing, rows, hidden, CHOSEN=chosen, PARTS=parts, WIDTH=wide, SQUARES=SQUARES_WIDTH, num_warps=1,
+            **behind,
         )  # fmt: skip
-    return out, None if following is None else with_factors(following)
+
+
+def forms_of(together: ExpertsTogether) -> list[Form | None]:
+    """Return the forms of gates and ups and of downs, None for dense ones."""
+    return [None if packed is None else form_of(packed) for packed in map(_packed, (together.gate_up, together.down))]
 
 
 def reads(weights: ExpertsWeights) -> Weight | None:

@@ -144,8 +144,11 @@ def run(
     if weights.scales is not None:
         shares = shares * weights.scales[chosen]
     shares = shares.to(x.dtype)
+    at_once = None if rows is None else rows.operations.routed_experts
     if weights.in_host:
         mixed, shared = _with_host(weights, x, shares, chosen, rows)
+    elif at_once is not None and weights.together is not None:
+        mixed, shared = at_once(weights, x, shares, chosen), _shared(weights, x, rows)
     else:
         mixed = _sum(x, _parts(weights, 0, x, _sorted(shares, chosen, len(weights.experts)), rows))
         shared = _shared(weights, x, rows)

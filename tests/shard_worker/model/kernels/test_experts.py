@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from services.model.config import Activation, ClampedSwiGlu, SigmoidRouting
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
+from shard_worker.model.rows import RowOperations, Rows
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, Weight
@@ -322,6 +323,78 @@ def test_of_equal_scores_the_first_expert_is_chosen() -> None:
     scores[1:] = scores[1]
     scores[0] = -scores[1]
     check(weights, rows_of(weights, 4))
+
+
+@torch.inference_mode()
+def check_many(weights: ExpertsWeights, x: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Rows of a prompt through routed experts alone: near the dense result, and in another order to the same bits."""
+    from shard_worker.model.kernels import expert_prefill
+
+    shares = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(5)).to(x)
+    found = expert_prefill.run(weights, x, shares, chosen)
+    exact = torch.zeros(x.shape, dtype=torch.float64, device=WHERE)
+    for row in range(len(x)):
+        for share, expert in zip(shares[row].double(), chosen[row].tolist(), strict=True):
+            exact[row] += share * made_by(weights.experts[expert], x[row].double())
+    near = 1e-5 if x.dtype is torch.float32 else 1e-2
+    assert (found.double() - exact).norm() < near * exact.norm()
+    if ON_GPU:
+        turned = expert_prefill.run(weights, x.flip(0), shares.flip(0), chosen.flip(0))
+        assert torch.equal(found, turned.flip(0))
+
+
+def some_experts(weights: ExpertsWeights, rows: int) -> torch.Tensor:
+    """Experts of each row, int64 [rows, chosen], none of them twice in a row."""
+    order = torch.rand(rows, len(weights.experts), generator=torch.Generator().manual_seed(rows)).argsort(1)
+    return order[:, : weights.chosen].to(WHERE)
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_rows_of_a_prompt(rows: int, dtype: torch.dtype) -> None:
+    """One row, and more than tiles have."""
+    weights = mixture(dtype=dtype)
+    check_many(weights, rows_of(weights, rows, dtype), some_experts(weights, rows))
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "mxfp4"])
+def test_rows_of_a_prompt_through_packed_experts(kind: str) -> None:
+    weights = mixture(
+        4, 2, 128, 64, packed=(kind, kind), clamped=ClampedSwiGlu(0.7, 1.702) if kind == "mxfp4" else None
+    )
+    check_many(weights, rows_of(weights, 40) * PACKED_NORM, some_experts(weights, 40))
+
+
+def test_rows_of_a_prompt_may_go_to_the_same_experts() -> None:
+    """So that others have none; experts have GELU in place of SiLU."""
+    weights = beside_dense(mixture())
+    check_many(weights, rows_of(weights, 70), torch.tensor([[5, 2]], device=WHERE).expand(70, 2))
+
+
+@torch.inference_mode()
+def test_a_layer_takes_rows_of_a_prompt_at_once() -> None:
+    """As it takes them one expert after the other, with the router and the shared expert around, or scales of experts
+    whose gates have GELU."""
+    from shard_worker.model.kernels import expert_prefill
+    from shard_worker.model.layers import experts
+
+    weights = mixture(shared=48, dtype=torch.float32)
+    x = rows_of(weights, 70, torch.float32)
+    at_once = Rows([], {}, RowOperations(routed_experts=expert_prefill.run))
+    torch.testing.assert_close(experts.run(weights, x, at_once), experts.run(weights, x), rtol=1e-4, atol=1e-5)
+    # Beside a dense part the router takes rows that have another norm.
+    weights, routed = beside_dense(mixture(dtype=torch.float32)), x.flip(1)
+    found, plain = (experts.run(weights, x, rows, routed=routed) for rows in (at_once, None))
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")
+@pytest.mark.parametrize("packed", [None, ("q4_k", "q6_k"), ("int4", "int4"), ("fp8", "fp8")])
+def test_long_prompts_of_published_models(packed: tuple[str, str] | None) -> None:
+    """Of 30B-A3B, for tiles of all heights."""
+    weights = mixture(128, 8, 2048, 768, packed=packed)
+    for rows in (600, 2048):
+        check_many(weights, rows_of(weights, rows), some_experts(weights, rows))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")
