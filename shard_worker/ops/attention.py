@@ -13,6 +13,10 @@ if torch.version.cuda or torch.version.hip:
     # elsewhere not while the first prompt waits.
     import torch.nn.attention.bias
 
+    # cuDNN's attention makes a plan for each number of rows, which takes 47 ms on an H200, and half a second for the
+    # first: longer than most prompts take, and the others are as fast without it.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
 _SCORES = 1 << 24
 """The most scores that are in memory at a time."""
 
