@@ -43,6 +43,14 @@ class Acceptance:
         self._surplus = self._information = 0.0
         """The same, of which older blocks count less."""
 
+    def go_on(self, first: Sequence[float], weight: float) -> None:
+        """Take what others' blocks of the next number were like for what is known of its places, as much as of the
+        first one's before it. weight: of what was seen before, at another place of the text."""
+        self._first[: len(first)] = first[: len(self._first)]
+        for counts in (self._accepted, self._reached):
+            counts[:] = [weight * count for count in counts]
+        self._prior_weight = [max(1.0, one) for one in self._prior_weight]
+
     def observe(self, draft_tokens: int, accepted: int, *, begins: bool = False) -> None:
         """Add a block of so many draft tokens, the first `accepted` of which were accepted. begins: it is one of the
         answer's first ones, of which `first` tells."""

@@ -31,8 +31,27 @@ KNOWN_STEPS = 8
 """First verify steps of answers behind which it is known how often draft tokens of a new one will be accepted, in all
 likelihood."""
 
+FIRST_BLOCKS, KNOWN_BLOCKS = 8, 4
+"""Blocks of an answer that are told apart by how many came before them, and answers that tell enough of one: texts of
+one kind often begin alike, and then less and less of a block is accepted."""
+
 PROBE_STEPS = 4
 """Steps of all sessions in which plain decode of about so many is measured."""
+
+PLAIN_EVERY = 400
+"""Steps of each answer, on average, after which plain decode is measured anew where there was none."""
+
+SURE_STEPS = 4
+"""With so many steps a measurement weighs half as much as one that is sure."""
+
+GROUP_HYSTERESIS = 1.05
+"""How many times as many tokens a second must be expected of all answers for some of them to begin to draft."""
+
+AGAIN_HYSTERESIS = 1.25
+"""How many times as many tokens as drafting takes of others must be won by it for an answer to end its pause."""
+
+RATE_STEPS = 4
+"""Steps in which the best rate of all answers is looked for; there are hardly ever more than two."""
 
 FAR = 4.0
 """How much less a measurement weighs with twice or half as many sessions, or twice or half as many rows of each."""
@@ -70,12 +89,13 @@ def observe_accepted(survival: list[float], draft_tokens: int, accepted: int, we
 @dataclass(frozen=True, slots=True)
 class BatchTaken:
     """What a step of an answer was computed in: of how many sessions, how many draft tokens of all of them were
-    verified, how long it took with the draft model's next blocks, and whether it was asked for some."""
+    verified, how long it took with the draft model's next blocks, None where those of others kept it for a time that
+    is not known, and how many of the sessions asked for such blocks."""
 
     sessions: int
     draft_tokens: int
-    seconds: float
-    proposed: bool = False
+    seconds: float | None
+    proposing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,56 +104,81 @@ class _Prices:
 
     seconds: of a batch in which all verify so many of the draft model's. looked_up: the same of tokens that were looked
     up, while no draft model is asked for any. rate: the most tokens that a batch gets in a second. more: seconds that
-    one answer's draft tokens take of all.
+    one answer's draft tokens take of all; looked_up_more: the same where they were looked up.
     """
 
     seconds: dict[int, float]
     looked_up: dict[int, float]
     rate: float
     more: dict[int, float]
+    looked_up_more: dict[int, float]
 
 
 @dataclass(slots=True)
 class _Measured:
-    """The moving averages of batches of about one size. proposed: whether the draft model was asked for blocks with
-    them. steps: how many answers' steps were in them."""
+    """The moving averages of batches of about one size. proposing: how many of their sessions asked the draft model for
+    blocks. steps: how many answers told of them."""
 
-    sessions: float
-    draft_tokens: float
-    seconds: float
-    proposed: bool
+    sessions: float = 0.0
+    draft_tokens: float = 0.0
+    proposing: float = 0.0
+    seconds: float = 0.0
     steps: int = 0
 
-    def add(self, batch: BatchTaken) -> None:
-        # All sessions of a batch tell of it.
+    def add(self, batch: BatchTaken, seconds: float) -> None:
+        # All sessions of a batch tell of it, or all that asked for blocks.
         self.steps += 1
-        weight = max(SMOOTHING / batch.sessions, 1 / self.steps)
+        weight = max(SMOOTHING / (batch.proposing or batch.sessions), 1 / self.steps)
         self.sessions += weight * (batch.sessions - self.sessions)
         self.draft_tokens += weight * (batch.draft_tokens - self.draft_tokens)
-        self.seconds += weight * (batch.seconds - self.seconds)
+        self.proposing += weight * (batch.proposing - self.proposing)
+        self.seconds += weight * (seconds - self.seconds)
+
+
+@dataclass(slots=True)
+class _Share:
+    """The moving average of which share of the answers a batch has steps of. steps: how many told of it."""
+
+    value: float = 1.0
+    steps: int = 0
+
+    def add(self, sessions: int, answers: int) -> None:
+        self.steps += 1
+        self.value += max(SMOOTHING / answers, 1 / self.steps) * (min(1.0, sessions / answers) - self.value)
 
 
 class BatchCosts:
     """The measurements of one engine.
 
-    survival: how often each draft token is accepted behind those before it, over all answers. beginning: the same for
-    the first verify steps of answers. Those that go on to draft are the ones whose draft tokens are accepted, so that
-    all steps together would promise too much of an answer that begins.
+    beginning: how often each draft token is accepted behind those before it in the first verify steps of answers. Those
+    that go on to draft are the ones whose draft tokens are accepted, so that all steps together would promise too much
+    of an answer that begins.
     """
 
     def __init__(self) -> None:
         self._now: dict[Hashable, int] = {}
         """How many draft tokens the last step of each answer that has begun verified."""
-        self._measured: dict[tuple[int, int, bool], _Measured] = {}
-        """By powers of two of sessions and of the mean number of their draft tokens, without any as -1; and by whether
-        the draft model was asked for blocks with them."""
-        self._batched_share = 1.0
-        """The moving average of which share of the answers a batch has steps of."""
+        self._hopes: dict[Hashable, dict[int, float]] = {}
+        """How many tokens a step of each answer would produce on average, by how many draft tokens it verified."""
+        self._measured: dict[tuple[int, int, int], _Measured] = {}
+        """By powers of two of sessions, of the mean number of their draft tokens, without any as -1, and of how many of
+        them asked the draft model for blocks, without any as -1."""
+        self._plain_share, self._drafting_share = _Share(), _Share()
+        """While no answer verifies draft tokens, and where some do. Answers that take unlike times part into smaller
+        batches."""
+        self._drafts = False
+        """Whether drafting pays for those together that are decoded now."""
         self._prices: _Prices | None = None
         """For about so many sessions as there are now; None where they are to be looked for again."""
-        self._looked_at = self._observed = self._verifies = self._beginnings = 0
-        self.survival: list[float] = []
+        self._looked_at = self._observed = self._beginnings = 0
+        self._plain_steps = self._plain_seen = self._plain_answers = 0
+        """How many steps told of batches without draft tokens since that was due last, when the last one did, as of
+        `_observed`, and for how many answers that was due at first."""
         self.beginning: list[float] = []
+        self._blocks: list[list[float]] = []
+        self._block_counts: list[int] = []
+        """How often draft tokens were accepted in the first block of each answer, in the second and so on, and how many
+        answers had one."""
         self._eases = FIRST_ANSWERS
         self._ease_excess, self._ease_information = FIRST_EASE_VARIANCE / EASE_ATTENUATION, 1.0
         """Moving averages, over answers, of the square of how many draft tokens more or fewer were accepted than in
@@ -145,14 +190,19 @@ class BatchCosts:
         return len(self._now) > 1
 
     @property
+    def count(self) -> int:
+        """How many answers are decoded now, or will be soon."""
+        return len(self._now)
+
+    @property
     def knows_survival(self) -> bool:
         """Whether enough answers were decoded to tell how another one's draft tokens will be accepted."""
         return self._beginnings >= KNOWN_STEPS
 
     @property
-    def _batched(self) -> float:
-        """How many sessions a batch has, about."""
-        return max(1.0, self._batched_share * len(self._now))
+    def _plain_sessions(self) -> float:
+        """How many sessions a batch has where none drafts, about."""
+        return max(1.0, self._plain_share.value * len(self._now))
 
     @property
     def limit(self) -> int | None:
@@ -160,8 +210,7 @@ class BatchCosts:
         measured."""
         if not self.shared:
             return None
-        plain = self._measured.get(_place(self._batched, 0))
-        return 0 if plain is None or plain.steps < PROBE_STEPS * self._batched else None
+        return 0 if self._plain_steps < PROBE_STEPS * len(self._now) else None
 
     def join(self, answer: Hashable) -> None:
         """Count an answer that begins."""
@@ -169,10 +218,25 @@ class BatchCosts:
         if len(self._now) == 2:
             # What one answer's draft tokens take of all was not asked before.
             self._prices = None
+        if len(self._now) >= 2 * self._plain_answers:
+            # So many were not measured yet; a few more are not worth it.
+            self._plain_steps, self._plain_answers = 0, len(self._now)
 
     def leave(self, answer: Hashable) -> None:
         """Forget an answer that is not decoded any more."""
         self._now.pop(answer, None)
+        if not self.shared:
+            self._prices = None
+        self._hopes.pop(answer, None)
+
+    def hope(self, answer: Hashable, expected: dict[int, float]) -> None:
+        """Say how many tokens an answer's steps would produce on average, by how many draft tokens they verified, also
+        where it rests for now: whether drafting pays depends on how many others would draft as well."""
+        self._hopes[answer] = expected
+
+    def give_up(self, answer: Hashable) -> None:
+        """Say that an answer drafts no more, whatever others do."""
+        self._hopes.pop(answer, None)
 
     def observe(
         self,
@@ -193,20 +257,45 @@ class BatchCosts:
         if batch is None:
             if self.shared:
                 return
-            batch = BatchTaken(1, draft_tokens, seconds, proposed)
+            batch = BatchTaken(1, draft_tokens, seconds, int(proposed))
         self._observed += 1
-        share = min(1.0, batch.sessions / len(self._now))
-        self._batched_share += SMOOTHING / len(self._now) * (share - self._batched_share)
-        place = _place(batch.sessions, batch.draft_tokens, proposed=batch.proposed)
+        self._observe_share(batch)
+        if batch.seconds is None:
+            return
+        place = _place(batch.sessions, batch.draft_tokens, batch.proposing)
         if place not in self._measured:
-            self._measured[place] = _Measured(batch.sessions, batch.draft_tokens, batch.seconds, batch.proposed)
+            self._measured[place] = _Measured()
             self._prices = None
-        self._measured[place].add(batch)
+        self._measured[place].add(batch, batch.seconds)
+        if not batch.draft_tokens and not batch.proposing:
+            self._plain_steps, self._plain_seen = self._plain_steps + 1, self._observed
+        elif self._observed - self._plain_seen > PLAIN_EVERY * len(self._now):
+            self._plain_steps, self._plain_seen = 0, self._observed
+
+    def _observe_share(self, batch: BatchTaken) -> None:
+        if not any(self._now.values()):
+            self._plain_share.add(batch.sessions, len(self._now))
+        elif batch.proposing:
+            self._drafting_share.add(batch.sessions, len(self._now))
+
+    def survival_of_block(self, number: int) -> list[float] | None:
+        """Return how often each draft token is accepted behind those before it in an answer's block of this number,
+        which is 0 for the first one; None where too few answers had one, or it is none of the first ones."""
+        known = number < len(self._blocks) and self._block_counts[number] >= KNOWN_BLOCKS
+        return self._blocks[number] if known else None
+
+    def observe_block(self, number: int, draft_tokens: int, accepted: int) -> None:
+        """Record how many draft tokens were accepted in an answer's block of this number."""
+        if number >= FIRST_BLOCKS:
+            return
+        self._blocks += [[] for _ in range(number + 1 - len(self._blocks))]
+        self._block_counts += [0] * (number + 1 - len(self._block_counts))
+        self._block_counts[number] += 1
+        weight = max(EASE_SMOOTHING, 1 / self._block_counts[number])
+        observe_accepted(self._blocks[number], draft_tokens, accepted, weight)
 
     def observe_acceptance(self, draft_tokens: int, accepted: int, *, begins: bool) -> None:
         """Record how many of a step's draft tokens were accepted. begins: it is one of its answer's first ones."""
-        self._verifies += 1
-        observe_accepted(self.survival, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._verifies))
         if begins:
             self._beginnings += 1
             observe_accepted(self.beginning, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._beginnings))
@@ -243,7 +332,8 @@ class BatchCosts:
         if not self.shared:
             seconds = prices.looked_up if looked_up else prices.seconds
             return [tokens / seconds[length] for tokens, length in zip(expected, lengths, strict=True)]
-        return [tokens - prices.rate * prices.more[length] for tokens, length in zip(expected, lengths, strict=True)]
+        more = prices.looked_up_more if looked_up else prices.more
+        return [tokens - prices.rate * more[length] for tokens, length in zip(expected, lengths, strict=True)]
 
     def least_tokens(self, draft_tokens: int, plan: Sequence[int]) -> float | None:
         """Return how many tokens a step with so many draft tokens must produce to be worth as much as a plain one, None
@@ -254,6 +344,15 @@ class BatchCosts:
         if not self.shared:
             return prices.seconds[draft_tokens] / prices.seconds[0]
         return 1 + prices.rate * prices.more[draft_tokens]
+
+    def pays_surely(self, expected: dict[int, float]) -> bool:
+        """Return whether an answer among others that rests should draft again. expected: as of `hope`."""
+        prices = self._prices_of(expected)
+        return prices is not None and any(
+            tokens - 1 > AGAIN_HYSTERESIS * prices.rate * prices.more[length]
+            for length, tokens in expected.items()
+            if length
+        )
 
     def pays_to_propose(self, chance: float, expected: float, draft_tokens: int) -> bool:
         """Return whether the draft model should be asked for its next block with a step of an answer that verifies
@@ -285,72 +384,113 @@ class BatchCosts:
 
     def _looked_for(self, lengths: Iterable[int]) -> _Prices:
         lengths = sorted({0, *lengths})
-        sessions = self._batched
-        tokens = {length: sessions * length for length in lengths}
-        seconds = self._rising(sessions, tokens)
-        # Where the two were not told apart, what is looked up costs no more than the draft model's.
-        looked_up = {
-            length: min(seconds[length], one) for length, one in self._rising(sessions, tokens, proposed=False).items()
+        if not self.shared:
+            seconds, plain = self._rising(1, {length: (length, 1) for length in lengths}), 1 / self._predicted(1, 0, 0)
+            looked_up = self._looked_up(1, lengths, seconds)
+            return _Prices(seconds, looked_up, plain, {}, {})
+        plain = self._plain_sessions
+        plain_rate = plain / self._predicted(plain, 0, 0)
+        sessions = max(1.0, self._drafting_share.value * len(self._now))
+        none = self._predicted(sessions, 0, 0)
+        alone = self._rising(sessions, {length: (length, 1) for length in lengths}, least=none)
+        seconds = self._rising(sessions, {length: (length * sessions, sessions) for length in lengths}, least=none)
+        # What the first answer that drafts takes of all in a batch, and what each further one does.
+        first = {length: alone[length] - none for length in lengths}
+        others = max(1.0, sessions - 1)
+        further = {
+            length: min(first[length], max(0.0, (seconds[length] - alone[length]) / others)) for length in lengths
         }
-        rates = {length: sessions * expected_tokens(self.survival, length) / seconds[length] for length in lengths}
-        best = max(rates, key=rates.__getitem__)
-        if best or not self.shared:
-            # All of them draft: each pays its share.
-            more = {length: (seconds[length] - seconds[0]) / sessions for length in lengths}
-        else:
-            # Most of them don't: who does pays all that a step takes longer by it.
-            others = sum(self._now.values()) * sessions / max(1, len(self._now))
-            beside = self._rising(sessions, {length: others + length for length in lengths})
-            more = {length: beside[length] - beside[0] for length in lengths}
-        return _Prices(seconds, looked_up, rates[best], more)
+        rate, drafting = self._rate_of_all(plain_rate, sessions, none, first, further)
+        self._drafts = drafting > 0
+        # What the first one takes more is a matter of all that draft in a batch.
+        more = {length: further[length] + (first[length] - further[length]) / max(1.0, drafting) for length in lengths}
+        looked_up = self._looked_up(sessions, lengths, seconds)
+        looked_up_alone = self._rising(sessions, {length: (length, 0) for length in lengths}, least=none)
+        looked_up_more = {length: min(first[length], looked_up_alone[length] - none) for length in lengths}
+        return _Prices(seconds, looked_up, rate, more, looked_up_more)
 
-    def _rising(self, sessions: float, draft_tokens: dict[int, float], *, proposed: bool = True) -> dict[int, float]:
-        """Return the seconds of batches of so many sessions by the number of draft tokens of all of them: more never
-        take less time, whatever was measured while something else was computed too. proposed: whether the draft model
-        is asked for blocks where there are any."""
-        rising, seconds = 0.0, {}
-        for length, tokens in draft_tokens.items():
-            asked = proposed and tokens > 0
-            rising = max(rising, _predicted(self._measured.values(), sessions, tokens, proposed=asked))
+    def _rate_of_all(
+        self, plain_rate: float, sessions: float, none: float, first: dict[int, float], further: dict[int, float]
+    ) -> tuple[float, float]:
+        """Return how many tokens a second a batch gets at most, and how many of its answers draft then: those for whom
+        it pays once others do as well, or none.
+
+        plain_rate: where none drafts. sessions: of a batch where some do; none: the seconds of one of so many without
+        draft tokens. first, further: what an answer's draft tokens take more, of the first one and of each further one,
+        by their number.
+        """
+        part = sessions / len(self._now)
+        least, rate, drafting = plain_rate * (1.0 if self._drafts else GROUP_HYSTERESIS), plain_rate, 0.0
+        for _ in range(RATE_STEPS):
+            # Dinkelbach's method: what drafts at this rate gives the next one.
+            tokens, seconds, drafting, shared_seconds = sessions, none, 0.0, 0.0
+            for hope in self._hopes.values():
+                won = {length: hope[length] - 1 - rate * further[length] for length in further if length in hope}
+                best = max(won, key=won.__getitem__, default=0)
+                if best and won[best] > 0:
+                    tokens += part * (hope[best] - 1)
+                    seconds += part * further[best]
+                    shared_seconds += part * (first[best] - further[best])
+                    drafting += part
+            # Of batches without any drafting answer none pays what the first one does.
+            seconds += shared_seconds / max(1.0, drafting)
+            found = tokens / seconds
+            if found <= rate:
+                break
+            rate = found
+        return (rate, drafting) if rate > least else (plain_rate, 0.0)
+
+    def _looked_up(self, sessions: float, lengths: Iterable[int], seconds: dict[int, float]) -> dict[int, float]:
+        """Return the seconds of batches in which all verify so many tokens that were looked up. seconds: the same of
+        the draft model's, which cost no less where the two were not told apart."""
+        looked_up = self._rising(sessions, {length: (length * sessions, 0) for length in lengths})
+        return {length: min(seconds[length], one) for length, one in looked_up.items()}
+
+    def _rising(
+        self, sessions: float, drafting: dict[int, tuple[float, float]], *, least: float = 0.0
+    ) -> dict[int, float]:
+        """Return the seconds of batches of so many sessions: more draft tokens never take less time, whatever was
+        measured while something else was computed too.
+
+        drafting: of all of a batch's sessions, how many draft tokens they have, rising, and how many of them ask the
+        draft model for blocks where there are any. least: no batch takes less.
+        """
+        rising, seconds = least, {}
+        for length, (tokens, proposing) in drafting.items():
+            rising = max(rising, self._predicted(sessions, tokens, proposing if tokens else 0))
             seconds[length] = rising
         return seconds
 
+    def _predicted(self, sessions: float, draft_tokens: float, proposing: float) -> float:
+        return _predicted(self._measured.values(), sessions, draft_tokens, proposing)
 
-def _place(sessions: float, draft_tokens: float, *, proposed: bool = False) -> tuple[int, int, bool]:
+
+def _place(sessions: float, draft_tokens: float, proposing: int = 0) -> tuple[int, int, int]:
     """Return what is equal for batches of about one size."""
     mean = draft_tokens / sessions
     size = -1 if not draft_tokens else max(0, math.ceil(math.log2(max(mean, 1 / 16)) + 4))
-    return round(math.log2(sessions)), size, proposed
+    return round(math.log2(sessions)), size, round(math.log2(proposing)) if proposing else -1
 
 
-_CHOSEN = (
-    (0, 1, 2, 3, 4),
-    (0, 2, 3, 4),
-    (0, 1, 2, 4),
-    (0, 1, 2, 3),
-    (0, 2, 4),
-    (0, 2, 3),
-    (0, 1, 2),
-    (0, 2),
-    (0, 1),
-    (0,),
-)
-"""Which of a batch's parts its seconds are fitted to, as many as what was measured tells apart."""
+_CHOSEN = [(0, *parts) for count in range(5, -1, -1) for parts in itertools.combinations(range(1, 6), count)]
+"""Which of a batch's parts its seconds are fitted to: as many as what was measured tells apart, the first ones
+first."""
 
 
-def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: float, *, proposed: bool) -> float:
-    """Return the seconds of a batch: a constant, something for each session, something for each draft token, something
-    for any, and something where the draft model is asked for blocks: as it fits what was measured best, the more the
-    nearer that is. None of them is negative; where too little was measured to tell them apart some are left out."""
+def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: float, proposing: float) -> float:
+    """Return the seconds of a batch: a constant, something for each draft token, for each session that asks the draft
+    model for a block, for any that does, for each session and for any draft token: as it fits what was measured best,
+    the more the nearer that is. None of them is negative; where too little was measured to tell them apart some are
+    left out."""
     samples = []
     rows = draft_tokens / sessions + 1
     for one in measured:
         wider = (one.draft_tokens / one.sessions + 1) / rows
         far = abs(math.log2(one.sessions / sessions)) + abs(math.log2(wider))
-        # By what share of it a time is missed counts, not by how much.
-        parts = _parts(one.sessions, one.draft_tokens, proposed=one.proposed)
-        samples.append((parts, one.seconds, 1 / (one.seconds**2 * (1 + FAR * far**2))))
-    at = _parts(sessions, draft_tokens, proposed=proposed)
+        # By what share of it a time is missed counts, not by how much; and one step alone is easily missed.
+        parts, known = _parts(one.sessions, one.draft_tokens, one.proposing), one.steps / (one.steps + SURE_STEPS)
+        samples.append((parts, one.seconds, known / (one.seconds**2 * (1 + FAR * far**2))))
+    at = _parts(sessions, draft_tokens, proposing)
     # Of all parts once: which of them are chosen only leaves out some of these sums.
     sums = [
         [sum(w * x[i] * x[j] for x, _, w in samples) for j in range(len(at))]
@@ -364,8 +504,9 @@ def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: flo
     return min(seconds for _, seconds, _ in samples)
 
 
-def _parts(sessions: float, draft_tokens: float, *, proposed: bool) -> tuple[float, ...]:
-    return 1.0, sessions, draft_tokens, float(draft_tokens > 0), float(proposed)
+def _parts(sessions: float, draft_tokens: float, proposing: float) -> tuple[float, ...]:
+    # Fewer than one session is one in some of the batches.
+    return 1.0, draft_tokens, proposing, min(1.0, proposing), sessions, float(draft_tokens > 0)
 
 
 def _fitted(sums: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:

@@ -59,6 +59,10 @@ LEAST_COST = 0.5
 of the beginning took long for another reason, blocks that bring nothing would seem to cost nothing, and no plain step
 would follow that tells better."""
 
+ELSEWHERE = 0.5
+"""How much an answer's first blocks count for the next one, among others, where those of others tell what that is
+like."""
+
 TRIED_TOKENS_OF_POOR = 1.0
 """The same number of tokens where the answers before began so badly that plain decode promised more from the start."""
 
@@ -112,6 +116,8 @@ class Speculation:
     """How many tokens more than their share may be lost."""
     _tries: int = 0
     """Blocks of the try that goes on."""
+    _rests_among: int = 0
+    """Of how many answers it was one when its last pause began."""
     _planned: deque[int] = field(default_factory=deque)
     """Lengths of the next steps that are decided already: measurements, what is left of a pause, and the try that ends
     it with the plain step in which it is judged."""
@@ -216,6 +222,7 @@ class Speculation:
     def switch_off(self, note: str) -> None:
         """Go on without a draft. note: why, for the request's figures."""
         self._current, self.block_size = 0, 1
+        self.costs.give_up(id(self))
         self._planned.clear()
         self.notes.append(note)
 
@@ -249,11 +256,17 @@ class Speculation:
             return
         self.costs.observe(id(self), draft_tokens, seconds, batch, proposed=proposed)
         if draft_tokens:
+            self.costs.observe_block(self._drafted_steps, draft_tokens, accepted)
             self._drafted_steps += 1
             begins = self._drafted_steps <= BEGINNING_STEPS
             self.costs.observe_acceptance(draft_tokens, accepted, begins=begins)
             self._acceptance.observe(draft_tokens, accepted, begins=begins)
             self._count_loss(draft_tokens, accepted + 1)
+            others = self.costs.survival_of_block(self._drafted_steps) if self.costs.shared else None
+            if others is not None:
+                self._acceptance.go_on(others, ELSEWHERE)
+        if self.rests and self._pays_again:
+            self._planned.clear()
         # Proposals are asked for one step ahead, so a step that was decided before the plan does not count for it.
         if self._planned and bool(self._planned[0]) == bool(draft_tokens):
             self._planned.popleft()
@@ -299,9 +312,10 @@ class Speculation:
         first step: a block that is too long is everybody's then."""
         if self._is_settled or not self.costs.knows_survival:
             return
-        blocks = 1.0 if self.costs.shared else PRIOR_BLOCKS
-        costs = self.costs
-        self._acceptance = Acceptance(self.block_size - 1, costs.beginning, blocks, costs.ease_variance)
+        costs, blocks, first = self.costs, PRIOR_BLOCKS, self.costs.beginning
+        if costs.shared:
+            blocks, first = 1.0, costs.survival_of_block(0) or first
+        self._acceptance = Acceptance(self.block_size - 1, first, blocks, costs.ease_variance)
         values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)
         if values is not None and max(values) <= values[0] * HYSTERESIS:
             self._tried_tokens = TRIED_TOKENS_OF_POOR
@@ -312,7 +326,9 @@ class Speculation:
             return
         longest = self.block_size - 1
         lengths = self._lengths
-        values = self.costs.values([self._expected(length) for length in lengths], lengths)
+        expected = self._expected_by_length
+        self.costs.hope(id(self), expected)
+        values = self.costs.values([*expected.values()], lengths)
         if values is None:
             tokens = max(self._expected(longest), self.acceptance_length or 0.0)
             if tokens < SURE_TOKENS_PER_STEP and not self.costs.shared:
@@ -333,12 +349,20 @@ class Speculation:
             self._note(f"shorter blocks: {best + 1} rows instead of {self._current + 1}")
         self._current = best
 
+    @property
+    def _pays_again(self) -> bool:
+        """Whether a pause is over because drafting takes less of others than when it began: fewer are decoded, or more
+        of them draft."""
+        if 2 * self.costs.count <= self._rests_among:
+            return True
+        return self.costs.shared and self.costs.pays_surely(self._expected_by_length)
+
     def _rest(self) -> None:
         """Decode plainly until the draft may be tried again: the text may become easier to predict."""
         probe = self._lengths[len(self._lengths) // 2]
         share = TRIED_SHARE / (RESTS_AMONG_OTHERS if self.costs.shared else 1)
         steps = max(SHORTEST_REST_STEPS, math.ceil((self._risk(probe) - self._left_to_lose) / share))
-        self._tries = 0
+        self._tries, self._rests_among = 0, self.costs.count
         self._planned.clear()
         self._planned.extend([*[0] * steps, probe, 0])
         self._note("plain decode, but for a block now and then: drafting cost more than it won")
@@ -358,6 +382,10 @@ class Speculation:
     def _lengths(self) -> list[int]:
         """How many draft tokens a step may verify."""
         return lengths_of(self.block_size)
+
+    @property
+    def _expected_by_length(self) -> dict[int, float]:
+        return {length: self._expected(length) for length in self._lengths}
 
     def _expected(self, draft_tokens: int) -> float:
         """Return how many tokens a step with so many draft tokens produces on average."""

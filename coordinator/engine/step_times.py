@@ -57,16 +57,19 @@ def sent_bytes(commit: Commit, rows: int) -> tuple[int, ...]:
 def batch_taken(commit: Commit, draft_ns: int) -> BatchTaken | None:
     """Return what a step was computed in, None where the last stage does not tell it.
 
-    draft_ns: what the draft took for its next block. Stages work on different batches at once, so that the slowest one
-    decides, and the last one is not done before its draft is.
+    draft_ns: what the draft took for the next blocks, 0 where the answer waited for none. Stages work on different
+    batches at once, so that the slowest one decides, and the last one is not done before its draft is: of a batch some
+    of whose sessions asked for blocks only these can tell how long it took.
     """
     if not commit.batch_sessions:
         return None
     *others, last = (timing.forward_ns for timing in commit.timings)
     slowest_ns = max([*others, last + draft_ns])
     draft_tokens = max(0, commit.batch_rows - commit.batch_sessions)
-    # Whether the others asked for blocks too is not told; most of those who verify some did.
-    return BatchTaken(commit.batch_sessions, draft_tokens, slowest_ns / 1e9, proposed=draft_tokens > 0)
+    # Workers before protocol 3.4 do not tell of the others.
+    proposing = max(commit.batch_proposing, int(commit.propose_tokens > 0))
+    seconds = slowest_ns / 1e9 if draft_ns or not proposing else None
+    return BatchTaken(commit.batch_sessions, draft_tokens, seconds, proposing)
 
 
 @dataclass(slots=True)

@@ -19,12 +19,13 @@ from services.model.quantization import Quantization
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 """Counts additions that a process of an older one may ignore.
 
 1: steps of several sessions in one frame, lists of kept prefixes, and workers that say that they were told to stop.
 2: what follows by itself may be changed while it does.
 3: a session's state may rest where a stage behind it is lost.
+4: answers tell how many sessions of their batch asked for draft tokens.
 """
 
 

@@ -397,6 +397,7 @@ def commit_to_message(commit: Commit) -> stage_pb2.Commit:
         batch_sessions=commit.batch_sessions,
         batch_rows=commit.batch_rows,
         propose_tokens=commit.propose_tokens,
+        batch_proposing=commit.batch_proposing,
     )
     for timing in commit.timings:
         message.timings.add(
@@ -428,6 +429,7 @@ def commit_from_message(message: stage_pb2.Commit) -> Commit:
         message.batch_sessions,
         message.batch_rows,
         message.propose_tokens,
+        message.batch_proposing,
     )
 
 

@@ -266,6 +266,7 @@ class Commit:
     prompt_logprobs: one for each token of the step that is part of the prompt, but for the prompt's first, where the
     session asked for them, else none. batch_sessions, batch_rows: of how many sessions and rows the last stage computed
     the step's batch; 0 where it does not say. propose_tokens: how many draft tokens the step asked for.
+    batch_proposing: how many sessions of the batch asked for some.
     """
 
     step: int
@@ -279,6 +280,7 @@ class Commit:
     batch_sessions: int = 0
     batch_rows: int = 0
     propose_tokens: int = 0
+    batch_proposing: int = 0
 
 
 @dataclass(frozen=True, slots=True)

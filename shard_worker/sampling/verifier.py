@@ -31,10 +31,11 @@ class ComputedStep:
     """A step whose rows went through the stage.
 
     output: what the stage made of them. features: those of this stage and the stages before it, for the draft.
-    started_ns: when computing began, by `time.monotonic_ns`. sessions, rows: how many there were in it. issued: its
-    outcome and the draft's block behind it, where they were queued with the step. drawn: the tokens that
-    `Verifier.draws` told of, as `draw` returns them, where those of several sessions were drawn together.
-    ended_ns: when its results were there; None where nobody has waited for them yet.
+    started_ns: when computing began, by `time.monotonic_ns`. sessions, rows: how many there were in it. proposing: how
+    many of the sessions ask for draft tokens behind it. issued: its outcome and the draft's block behind it, where they
+    were queued with the step. drawn: the tokens that `Verifier.draws` told of, as `draw` returns them, where those of
+    several sessions were drawn together. ended_ns: when its results were there; None where nobody has waited for them
+    yet.
     """
 
     forward: Forward
@@ -43,6 +44,7 @@ class ComputedStep:
     started_ns: int
     sessions: int
     rows: int
+    proposing: int
     issued: IssuedBlock | None = None
     drawn: list[int] | None = None
     ended_ns: int | None = None
@@ -65,8 +67,8 @@ class StepOutcome:
     """What a step produced on the last stage.
 
     token_ids: the tokens, none after a prefill. logprobs: one for each of them where the request asked for them, else
-    none. prompt_logprobs, batch_sessions, batch_rows: as in `Commit`. features: those of all rows of the step.
-    forward_ns: how long it took. issued: the draft's block behind the step, where it was queued with it.
+    none. prompt_logprobs, batch_sessions, batch_rows, batch_proposing: as in `Commit`. features: those of all rows of
+    the step. forward_ns: how long it took. issued: the draft's block behind the step, where it was queued with it.
     """
 
     token_ids: tuple[int, ...]
@@ -77,6 +79,7 @@ class StepOutcome:
     issued: IssuedBlock | None
     batch_sessions: int
     batch_rows: int
+    batch_proposing: int
 
 
 class Verifier:
@@ -136,7 +139,17 @@ class Verifier:
             self._sampler.observe(tokens[:committed_rows], forward.base_position)
             if kind is not StepKind.DECODE or issued is not None:
                 self._remember_last(step, committed_rows)
-        return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, issued, step.sessions, step.rows)
+        return StepOutcome(
+            tuple(produced),
+            logprobs,
+            of_prompt,
+            features,
+            elapsed_ns,
+            issued,
+            batch_sessions=step.sessions,
+            batch_rows=step.rows,
+            batch_proposing=step.proposing,
+        )
 
     def draws(self, forward: Forward) -> list[Draw] | None:
         """Return how the tokens behind the last rows of a step that comes next are drawn; None where it comes to none,

@@ -596,5 +596,6 @@ def _answer_to(outcome: StepOutcome, forward: Forward, length: int, arrived_ns: 
         prompt_logprobs=outcome.prompt_logprobs,
         batch_sessions=outcome.batch_sessions,
         batch_rows=outcome.batch_rows,
+        batch_proposing=outcome.batch_proposing,
         propose_tokens=forward.propose_tokens,
     )

@@ -655,15 +655,15 @@ class DeviceSession(ABC):
         """Run the stage on a step alone that was begun, of which `given` came."""
         started_ns = time.monotonic_ns()
         self._thread.computes("step", len(forward.token_ids))
-        features = given.features or Features()
+        features, proposing = given.features or Features(), int(forward.propose_tokens > 0)
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.
             output = StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype))
-            return ComputedStep(forward, output, features, started_ns, 1, 0)
+            return ComputedStep(forward, output, features, started_ns, 1, 0, proposing)
         computed = self._stage.step(
             given.state, given.token_ids, given.features, uncommitted=given.uncommitted, hidden=given.hidden
         )
-        return ComputedStep(forward, computed, features, started_ns, 1, len(given.token_ids))
+        return ComputedStep(forward, computed, features, started_ns, 1, len(given.token_ids), proposing)
 
     def begin(self, forward: Forward, behind: int | None = None) -> StepInput:
         """Count a step that is about to be computed, take the memory for it, and return its rows.

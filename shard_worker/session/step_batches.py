@@ -481,6 +481,7 @@ class StepBatches:
     @staticmethod
     def _settle_all(launched: _Launched, errors: list[Exception]) -> None:
         sessions, row_count = len(launched.rows), sum(len(row.given.token_ids) for row in launched.rows)
+        proposing = sum(row.forward.propose_tokens > 0 for row in launched.rows)
         try:
             drawn = _drawn(launched)
             ended_ns = _wait(launched)
@@ -493,7 +494,7 @@ class StepBatches:
             if row.step is not None:
                 features, began_ns = row.given.features or Features(), launched.started_ns
                 computed = ComputedStep(
-                    row.forward, output, features, began_ns, sessions, row_count, issued, tokens, ended_ns
+                    row.forward, output, features, began_ns, sessions, row_count, proposing, issued, tokens, ended_ns
                 )
                 _settle(row.step, computed, errors)
 

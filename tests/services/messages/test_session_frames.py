@@ -257,7 +257,7 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
         Commit(0, 0, (), ()),
         Commit(3, 9, (1,), (), more=7),
         Commit(3, 9, (1,), (), followed=True),
-        Commit(3, 9, (1,), (), propose_tokens=15),
+        Commit(3, 9, (1,), (), propose_tokens=15, batch_sessions=8, batch_rows=23, batch_proposing=2),
         Proposal(5, (7, 8, 9), 10),
         Proposal(5, (), 0, followed=True),
         *(Failure(reason, "a sentence", HERE, "UNAVAILABLE") for reason in FailureReason),

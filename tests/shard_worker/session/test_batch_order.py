@@ -48,7 +48,7 @@ class Session:
 
     def compute_begun(self, forward: Forward, given: Any) -> ComputedStep:
         self.stage.batches.append([given.name])
-        return ComputedStep(forward, given, None, 0, 1, len(given.token_ids))  # type: ignore[arg-type]
+        return ComputedStep(forward, given, None, 0, 1, len(given.token_ids), 0)  # type: ignore[arg-type]
 
     def is_decided_by_argmax(self, forward: Forward) -> bool:
         return False

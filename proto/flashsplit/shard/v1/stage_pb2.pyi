@@ -302,7 +302,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more", "followed", "prompt_logprobs", "batch_sessions", "batch_rows", "propose_tokens")
+    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more", "followed", "prompt_logprobs", "batch_sessions", "batch_rows", "propose_tokens", "batch_proposing")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class Commit(_message.Message):
     BATCH_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_PROPOSING_FIELD_NUMBER: _ClassVar[int]
     step: int
     length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -325,7 +326,8 @@ class Commit(_message.Message):
     batch_sessions: int
     batch_rows: int
     propose_tokens: int
-    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ..., followed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., batch_sessions: _Optional[int] = ..., batch_rows: _Optional[int] = ..., propose_tokens: _Optional[int] = ...) -> None: ...
+    batch_proposing: int
+    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ..., followed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., batch_sessions: _Optional[int] = ..., batch_rows: _Optional[int] = ..., propose_tokens: _Optional[int] = ..., batch_proposing: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("step", "token_ids", "elapsed_ns", "followed")
