@@ -19,7 +19,8 @@ def draft_bytes(
     """Return the bytes of a draft's weights on a device. Raises Unimplemented for a type that weights cannot have.
 
     names: as of `DraftFormat.find_tensors`. dtype: what the draft is loaded in. is_multiplied_apart: as of
-    `DraftFormat`; such a matrix is there a second time, but for dense ones on a GPU, of which rows are a view.
+    `DraftFormat`; such a matrix is there a second time, but for dense ones on a GPU, of which rows are a view, and on a
+    CPU that has no instructions for their element type: that is counted as on any CPU.
     """
     total = 0
     for name, stored in names.items():

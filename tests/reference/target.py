@@ -4,6 +4,7 @@ Nothing here shares code with the project. Messages of transformers are silenced
 because it reports missing optional kernels on every first forward of Qwen3.5.
 """
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,13 @@ def load(path: Path | str) -> PreTrainedModel:
     return model.eval()
 
 
+def with_cache(module: torch.nn.Module, cache: DynamicCache) -> dict[str, Any]:
+    """Return the arguments by which a model, or one of its blocks, keeps keys and values in a cache: transformers named
+    the cache `past_key_values` up to 5.23."""
+    named = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    return {named: cache, "use_cache": True}
+
+
 def blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder blocks, in order."""
     return model.model.layers
@@ -57,7 +65,7 @@ def greedy(model: PreTrainedModel, prompt_ids: Sequence[int], n: int) -> list[in
     feed = list(prompt_ids)
     produced: list[int] = []
     for _ in range(n):
-        out = model(input_ids=torch.tensor([feed]), past_key_values=cache, use_cache=True)
+        out = model(input_ids=torch.tensor([feed]), **with_cache(model, cache))
         produced.append(int(out.logits[0, -1].argmax()))
         feed = produced[-1:]
     return produced
@@ -125,7 +133,7 @@ def recurrent_states(model: PreTrainedModel, ids: Sequence[int]) -> dict[int, tu
     with zero columns on the left for prompts shorter than three tokens.
     """
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)
+    model(input_ids=torch.tensor([list(ids)]), **with_cache(model, cache))
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layer, kind in enumerate(model.config.layer_types):
         if kind == "linear_attention":

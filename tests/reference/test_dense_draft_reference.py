@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from tests.reference import checkpoints, storage
 from tests.reference.dense_draft import DenseDraft
+from tests.reference.target import with_cache
 
 
 def draft_case(tmp_path: Path, **options: Any) -> tuple[DenseDraft, list[Any]]:
@@ -78,8 +79,7 @@ def test_dense_draft_equals_transformers_blocks(options: dict[str, Any], tmp_pat
             x = layer(
                 x,
                 attention_mask=mask[None, None],
-                past_key_values=cache,
-                use_cache=True,
+                **with_cache(layer, cache),
                 position_embeddings=rope(x, torch.arange(20, 28)[None]),
             )
         hidden = model.model.norm(x)[0, 1:]

@@ -62,8 +62,8 @@ def test_sessions_are_the_same_alone_and_together(tiny: Tiny, name: str, exact: 
                 assert torch.equal(logits, expected)
                 assert torch.equal(features, own)
             else:
-                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-                torch.testing.assert_close(features, own, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-5)
+                torch.testing.assert_close(features, own, rtol=1e-4, atol=5e-5)
             if later:
                 kept = draw.randint(1, min(len(part), 3))
                 for state in (alone[one], together[one]):
