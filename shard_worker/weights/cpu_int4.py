@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 
 from services.model.target_tensors import CPU_GROUPS, CPU_ROWS_MULTIPLE
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import Weight, multiplied_dtype
 
 _TILE_ROWS = {"AVX512": 64, "AVX2": 32}
 """Rows of a tile, by torch's name for what the CPU can do; on others the product is slow. A tile has one half of its
 rows in the low halves of bytes and the other in the high ones, column after column."""
 
 _UNPACKED_FROM_CODES = 128
-"""From so many codes for each column on, the activations' rows times one or two, unpacking tiles and multiplying in
-bfloat16 is faster than torch's int4 product."""
+"""From so many codes for each column on, the activations' rows times one or two, unpacking tiles and multiplying by
+them is faster than torch's int4 product."""
 
 _AT_A_TIME = 1 << 21
 """How many elements are unpacked from tiles at a time."""
@@ -185,7 +185,7 @@ class CpuInt4Weight(Weight):
         step = max(1, _AT_A_TIME // self.columns // tile)
         tiles = self._codes.view(-1, self.columns * self._halves, tile // 2).transpose(0, 1)
         scales, offsets = self._numbers[-groups:].movedim(2, 0).unsqueeze(2)
-        products = []
+        multiplied, products = x.to(multiplied_dtype(x.dtype, x.device)), []
         for first in range(0, tiles.shape[1], step):
             some = tiles[:, first : first + step]
             rows = slice(first * tile, (first + step) * tile)
@@ -196,7 +196,7 @@ class CpuInt4Weight(Weight):
                 codes, middle = torch.cat([high << 4 | low & 15, high & 0xF0 | low >> 4], 2), 136
             elements = codes.to(self.dtype).sub_(middle).view(groups, self._group, -1)
             elements = torch.addcmul(offsets[..., rows], elements, scales[..., rows])
-            products.append(x @ elements.flatten(0, 1))
+            products.append((multiplied @ elements.flatten(0, 1).to(multiplied.dtype)).to(self.dtype))
         return torch.cat(products, 1)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 import torch.nn.functional as F
 
-from shard_worker.weights.weight import Weight, by_parts
+from shard_worker.weights.weight import Weight, by_parts, multiply_dense
 
 TILE_ROWS = 16
 
@@ -179,7 +179,7 @@ def multiplied_in_parts(
         return by_parts(weight, x, bias, batch_invariant_rows)
     step = max(1, _UNPACKED_ELEMENTS[weight.device.type] // weight.columns // TILE_ROWS) * TILE_ROWS
     firsts = range(0, weight.rows, step)
-    parts = [F.linear(x, unpacked(slice(first, first + step), weight.dtype)) for first in firsts]
+    parts = [multiply_dense(x, unpacked(slice(first, first + step), weight.dtype)) for first in firsts]
     product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return product if bias is None else product + bias
 

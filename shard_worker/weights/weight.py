@@ -6,11 +6,15 @@ Layers only use what `Weight` offers, so that a packed form can take a dense one
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+_WIDENED_FROM = 3
+"""From so many rows on a matrix is widened where `multiplied_dtype` says so; fewer rows read it as it is."""
 
 BLOCKED_FOR = 16
 """The number of rows that oneDNN's blocks are chosen for; all other numbers of rows take them too."""
@@ -20,6 +24,37 @@ def rows_at_a_time(columns: int, device: torch.device) -> int:
     """Return how many rows of a matrix are brought to another form at a time on a device: on a CPU so many that what is
     made of them on the way stays within its caches."""
     return max(1, (1 << 18 if device.type == "cpu" else 1 << 24) // columns)
+
+
+def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the element type that a device multiplies several rows by, of a dense matrix of another one maybe: float32
+    for 16 bits on a CPU that has no instructions for them, where torch takes four to eight times as long."""
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and not _has_instructions(dtype):
+        return torch.float32
+    return dtype
+
+
+@functools.cache
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies elements of 16 bits on this CPU."""
+    ops = torch.ops.mkldnn
+    return bool((ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported)())
+
+
+def multiply_dense(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [n, columns] times the transposed matrix [rows, columns], plus bias [rows]: [n, rows].
+
+    Where `multiplied_dtype` is a wider type, some of the matrix's rows are widened at a time; results are rounded once.
+    """
+    wide = multiplied_dtype(x.dtype, x.device)
+    if wide is x.dtype or len(x) < _WIDENED_FROM:
+        return F.linear(x, matrix, bias)
+    product, widened = x.new_empty(len(x), len(matrix)), x.to(wide)
+    step = rows_at_a_time(matrix.shape[1], x.device)
+    for first in range(0, len(matrix), step):
+        part = slice(first, first + step)
+        product[:, part] = F.linear(widened, matrix[part].to(wide), None if bias is None else bias[part].to(wide))
+    return product
 
 
 class RowLookup(Protocol):
@@ -123,7 +158,7 @@ class DenseWeight(Weight):
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
         if batch_invariant_rows is None or len(x) == batch_invariant_rows:
-            return F.linear(x, self._tensor, bias)
+            return multiply_dense(x, self._tensor, bias)
         return by_parts(self, x, bias, batch_invariant_rows)
 
     def select_rows(self, rows: slice | torch.Tensor) -> DenseWeight:
@@ -151,8 +186,7 @@ class DenseWeight(Weight):
         costs from a dense matrix, sixteen float32 rows a third."""
         if self.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return self
-        has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
-        if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and has_bfloat16()):
+        if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and _has_instructions(self.dtype)):
             return BlockedWeight(self._tensor)
         return self
 
