@@ -43,7 +43,7 @@ def test_products_without_instructions_for_16_bits(
 ) -> None:
     """The matrix stays as it is and several rows are multiplied in float32; a row is the same to the bit with other
     rows, where as many are asked for."""
-    monkeypatch.setattr(module, "_has_instructions", lambda dtype: False)
+    monkeypatch.setattr(module, "_is_known", lambda dtype: False)
     torch.manual_seed(rows)
     matrix, bias = torch.randn(extents).to(dtype), torch.randn(extents[0]).to(dtype)
     x = torch.randn(rows, 2 * extents[1]).to(dtype)[:, : extents[1]]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-LEFT_OUT = "prefill_by_kernels"
-"""A model's whole prefill takes minutes this way."""
+LEFT_OUT = "prefill_by_kernels or (recurrent_layers_in_chunks and 130)"
+"""A model's whole prefill takes minutes this way, and three chunks of recurrent layers half a minute."""
 
 
 @pytest.mark.timeout(600)
@@ -19,7 +19,7 @@ LEFT_OUT = "prefill_by_kernels"
 def test_kernels_compute_what_plain_torch_does() -> None:
     """Attention, keys of eight bits, products, norms and recurrent layers in chunks; in a process of its own, as Triton
     decides when kernels are defined."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", f"not {LEFT_OUT}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", f"not ({LEFT_OUT})"]
     # What overflows in numpy does in a kernel.
     command += ["-W", "ignore::RuntimeWarning", str(Path(__file__).parent)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
