@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/flashsplit/*/v1/*.proto)
 GENERATE := -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto
 
-.PHONY: demo serve test lint docs proto bench clean
+# Of all packages the versions that the tests passed with, so that a new release of one breaks nothing here.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint tests/versions.txt --editable
+
+.PHONY: demo serve test lint docs proto versions bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/flashsplit demo --model deploy/demo/target --draft deploy/demo/draft
@@ -43,22 +46,30 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 # torch first and by its exact version: any other request brings gigabytes of CUDA packages to a CPU machine.
-$(VENV)/.run: $(VENV)/bin/python pyproject.toml
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml tests/versions.txt
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[worker]'
+	$(INSTALL) '.[worker]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[worker,test]'
+	$(INSTALL) '.[worker,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable '.[worker,test,lint]'
+	$(INSTALL) '.[worker,test,lint]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[worker,docs]'
+	$(INSTALL) '.[worker,docs]'
 	@touch $@
+
+# The newest versions that pyproject.toml allows; the tests say whether they do. Of torch and what belongs to each of its
+# builds the machine's own.
+versions: $(VENV)/.lint
+	$(BIN)/python -m pip freeze | grep '^torch==' > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --constraint $(VENV)/torch.txt \
+		--editable '.[worker,test,lint]'
+	$(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(torch|triton)==' > tests/versions.txt
 
 bench: $(VENV)/.run
 	$(BIN)/python deploy/demo/prompts.py --out $(VENV)/prompts.json

@@ -21,9 +21,20 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+LONGEST = ("test_interpreting.py", "test_compiling.py")
+"""Files that take minutes in one piece: begun last, they would be waited for alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first; all others stay in order."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays to the end: garbage collections need not look through it."""
+    """What is imported and collected by now stays to the end: garbage collections need not look through it. Of what is
+    made later they look through thirty times as much at once as by default, where they took an eighth of the time."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

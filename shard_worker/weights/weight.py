@@ -37,7 +37,6 @@ def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-@functools.cache
 def _has_onednn() -> bool:
     """Return whether this build of torch multiplies by oneDNN on CPUs."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,17 @@ def test_refusals_name_the_field(server: Server, path: str, fields: dict[str, An
         assert reply["error"]["param"] == param, reply
 
 
+def read_to_the_end(stream: Iterator[Any]) -> tuple[Any, Exception | None]:
+    """Return a stream's last event, and what it was ended by."""
+    last = None
+    try:
+        for event in stream:
+            last = event
+    except (openai.APIError, anthropic.APIError) as error:
+        return last, error
+    return last, None
+
+
 def test_a_worker_dies_under_every_api(server: Server) -> None:
     """Streams of all four APIs end with an error event in its form; no request is taken, and /health answers, until
     another worker has taken the dead one's place."""
@@ -320,30 +332,32 @@ def test_a_worker_dies_under_every_api(server: Server) -> None:
         streams = [iter(chat), iter(text), iter(events), iter(blocks)]
         for stream in streams:
             next(stream)
-        [_, last] = sorted(children(server.process.pid))
-        os.kill(last, signal.SIGKILL)
+        with ThreadPoolExecutor() as readers:
+            ends = [readers.submit(read_to_the_end, stream) for stream in streams]
+            [_, last] = sorted(children(server.process.pid))
+            os.kill(last, signal.SIGKILL)
+            # At once: another worker takes the place within a second.
+            until(lambda: get(f"{server.url}/ready")[0] == 503, 10)
+            began = time.monotonic()
+            with pytest.raises(openai.InternalServerError) as late:
+                openais.chat.completions.create(model="target", messages=ASK)
+            assert late.value.status_code == 503
+            assert time.monotonic() - began < 2
+            with pytest.raises(openai.InternalServerError):
+                openais.completions.create(model="target", prompt="x", stream=True)
+            read = [end.result() for end in ends]
 
-        for stream in streams[:2]:
-            with pytest.raises(openai.APIError) as failed:
-                list(stream)
-            assert failed.value.type == "server_error"
-            assert failed.value.message.endswith("was killed by SIGKILL")
-        *_, event = streams[2]
-        assert event.type == "response.failed"
-        assert event.response.error is not None
-        assert event.response.error.code == "server_error"
-        with pytest.raises(anthropic.APIStatusError) as refused:
-            list(streams[3])
-        assert refused.value.body["error"]["type"] in ("overloaded_error", "api_error")  # type: ignore[index]
-
-        until(lambda: get(f"{server.url}/ready")[0] == 503, 10)
-        began = time.monotonic()
-        with pytest.raises(openai.InternalServerError) as late:
-            openais.chat.completions.create(model="target", messages=ASK)
-        assert late.value.status_code == 503
-        assert time.monotonic() - began < 2
-        with pytest.raises(openai.InternalServerError):
-            openais.completions.create(model="target", prompt="x", stream=True)
+    for _, failed in read[:2]:
+        assert isinstance(failed, openai.APIError)
+        assert failed.type == "server_error"
+        assert failed.message.endswith("was killed by SIGKILL")
+    event, failed = read[2]
+    assert failed is None
+    assert event.type == "response.failed"
+    assert event.response.error.code == "server_error"
+    _, failed = read[3]
+    assert isinstance(failed, anthropic.APIStatusError)
+    assert failed.body["error"]["type"] in ("overloaded_error", "api_error")  # type: ignore[index]
     assert get(f"{server.url}/health")[0] == 200
     assert get(f"{server.url}/metrics")[0] == 200
     assert '"running":0' in get(f"{server.url}/ready")[1]

@@ -179,7 +179,7 @@ def commit(forward: Forward) -> Commit:
     return Commit(forward.step, length, (), (StageTiming(10, 20),))
 
 
-async def until(holds: Callable[[], bool], within_s: float = 1.0) -> None:
+async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
     """Wait for a state to come. Raises TimeoutError when it doesn't."""
     async with asyncio.timeout(within_s):
         while not holds():

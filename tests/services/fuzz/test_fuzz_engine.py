@@ -156,7 +156,7 @@ async def engine(checkpoints: tuple[str, str], tmp_path: Path) -> AsyncIterator[
 
 
 async def no_sessions(engine: Engine) -> None:
-    await until(lambda: not any(role.open_sessions for role in engine.roles), within_s=3.0)
+    await until(lambda: not any(role.open_sessions for role in engine.roles))
 
 
 async def no_reservations(engine: Engine) -> None:

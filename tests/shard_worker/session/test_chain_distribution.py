@@ -66,8 +66,19 @@ def expected(pair: tuple[Path, Path]) -> dict[tuple[int, ...], distribution.Arra
     }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(("cuts", "drafted"), [((), False), ((), True), ((1,), False), ((1,), True)])
+@pytest.mark.parametrize(
+    ("cuts", "drafted", "setting"),
+    [
+        ((), False, "temperature"),
+        ((), True, "all"),
+        ((1,), False, "all"),
+        ((1,), True, "temperature"),
+        pytest.param((), False, "all", marks=pytest.mark.slow),
+        pytest.param((), True, "temperature", marks=pytest.mark.slow),
+        pytest.param((1,), False, "temperature", marks=pytest.mark.slow),
+        pytest.param((1,), True, "all", marks=pytest.mark.slow),
+    ],
+)
 async def test_first_three_tokens_follow_the_enumerated_distribution(
     pair: tuple[Path, Path], cuts: tuple[int, ...], drafted: bool, setting: str
 ) -> None:

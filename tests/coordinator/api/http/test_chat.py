@@ -309,7 +309,7 @@ async def test_a_client_that_goes_ends_its_request(connect: Connect, stream: boo
     waiting = asyncio.ensure_future(client.http.post(PATH, json={**HI, "stream": stream}))
     await until(lambda: client.engine.load.running == 1)
     waiting.cancel()
-    await until(lambda: client.engine.load.running == 0, within_s=10)
+    await until(lambda: client.engine.load.running == 0)
     assert client.engine.cluster.session.closed
 
 
