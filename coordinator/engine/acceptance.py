@@ -22,8 +22,9 @@ class Acceptance:
     and Moulines, "On Upper-Confidence Bound Policies for Switching Bandit Problems", 2011).
 
     Where the priors come from other answers, a text that is harder at the places that were reached is taken to be
-    harder behind them as well: the odds of all priors are multiplied by one number, the likeliest one of Rasch's model
-    ("Probabilistic Models for Some Intelligence and Attainment Tests", 1960), by one of Newton's steps from 1 on.
+    harder behind them as well: the odds of all priors are multiplied by one factor. Its logarithm is the maximum a
+    posteriori estimate of the ease in Rasch's model ("Probabilistic Models for Some Intelligence and Attainment Tests",
+    1960) with a normal prior of variance `ease_variance`, approximated by one Newton step from 0.
     """
 
     def __init__(

@@ -132,8 +132,8 @@ async def test_each_gets_its_own_answer(clients: int, seconds: float, tmp_path: 
                 loads.append(await settled(server))
     whole, vanished = map(sum, zip(*counts, strict=True))
     print(f"{whole} answers, {vanished} vanished, held behind each third {loads}")
-    assert whole > clients / 2
-    assert vanished > clients / 10
+    assert whole > clients
+    assert vanished > clients / 8
     # What is opened once, when it is first needed, is opened in one of the thirds; what leaks does so in each.
     files = [load["files"] for load in loads]
     assert min(files[1] - files[0], files[2] - files[1]) <= 4

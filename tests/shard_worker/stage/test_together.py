@@ -62,8 +62,9 @@ def test_sessions_are_the_same_alone_and_together(tiny: Tiny, name: str, exact: 
                 assert torch.equal(logits, expected)
                 assert torch.equal(features, own)
             else:
-                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-5)
-                torch.testing.assert_close(features, own, rtol=1e-4, atol=5e-5)
+                # By the whole: how single numbers near 0 are rounded depends on the processor.
+                assert (logits - expected).norm() <= 1e-5 * expected.norm()
+                assert (features - own).norm() <= 1e-5 * own.norm()
             if later:
                 kept = draw.randint(1, min(len(part), 3))
                 for state in (alone[one], together[one]):
