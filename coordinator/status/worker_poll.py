@@ -19,7 +19,7 @@ ANSWER_S = 2.0
 """How long a worker may take to describe itself."""
 
 FRESH_S = 0.5
-"""How long an answer serves everybody who asks."""
+"""How long an answer serves everybody who asks, while the same workers hold the same layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,25 @@ class WorkerPoll:
         )
         self._asking: asyncio.Task[list[PolledWorker]] | None = None
         self._asked_at = 0.0
+        self._asked: tuple[object, ...] = ()
         self._last_descriptions: dict[str, WorkerDescription] = {}
 
     async def ask(self) -> list[PolledWorker]:
         """Return all workers in the order in which a request meets them, within ANSWER_S seconds.
 
-        That order is: the prefill drafter, the stages, the draft.
+        That order is: the prefill drafter, the stages, the draft. Where the layers are split anew while workers are
+        asked, they are asked again, because these answers would contradict what else is said of the cluster by then.
         """
-        now = time.monotonic()
-        if self._asking is None or (self._asking.done() and now - self._asked_at > FRESH_S):
-            self._asked_at, self._asking = now, asyncio.ensure_future(self._ask_all())
-        # Others may wait for the same answers, so a caller that is cancelled must not end them.
-        return await asyncio.shield(self._asking)
+        while True:
+            cluster, now = self._engine.cluster, time.monotonic()
+            loaded = cluster.addresses, cluster.workers, cluster.draft_worker
+            late = self._asking is not None and self._asking.done() and now - self._asked_at > FRESH_S
+            if self._asking is None or late or self._asked != loaded:
+                self._asked, self._asked_at, self._asking = loaded, now, asyncio.ensure_future(self._ask_all())
+            # Others may wait for the same answers, so a caller that is cancelled must not end them.
+            workers = await asyncio.shield(self._asking)
+            if loaded == (cluster.addresses, cluster.workers, cluster.draft_worker):
+                return workers
 
     async def close(self) -> None:
         """Stop asking and close the connections. Safe to call twice."""

@@ -225,10 +225,13 @@ def readiness(server: Server) -> dict[str, Any]:
     return dict(json.loads(get(f"{server.url}/ready")[1]))
 
 
+def status(server: Server) -> dict[str, Any]:
+    return dict(json.loads(get(f"{server.url}/v1/status")[1]))
+
+
 def layers(server: Server) -> list[tuple[int, int]]:
     """The layers of each stage, as the server's status has them."""
-    workers = json.loads(get(f"{server.url}/v1/status")[1])["workers"]
-    return [(worker["layers"]["first"], worker["layers"]["last"]) for worker in workers]
+    return [(worker["layers"]["first"], worker["layers"]["last"]) for worker in status(server)["workers"]]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,8 @@ async def test_answers_go_on_over_the_workers_that_are_left(
                 assert layers(server) == anew
                 assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
                 workers[lost] = worker(tmp_path, str(lost))
-                until(lambda: readiness(server)["degraded"] is None, 60)
+                # Workers are asked at most every half second, but what is said of them agrees with what is said of all.
+                until(lambda: status(server)["degraded"] is None, 60)
                 assert layers(server) == [(0, 4), (4, 8), (8, 12)]
                 assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
     finally:
