@@ -6,6 +6,8 @@ It follows from the workers' descriptions, the checkpoint's configuration, and a
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +30,15 @@ class Floor:
 
     speeds: of each stage's first device. stage_bytes: weights that a step reads there, by stage. host_bytes: those of
     experts that it reads in the host's memory beside a GPU. token_bytes: keys and values of a token, in all stages
-    together; state_bytes: recurrent state that a step reads and writes, likewise. draft_bytes: weights that a block
+    together, by how many of the last tokens layers look at, None for all; state_bytes: recurrent state that a step
+    reads and writes, likewise. draft_bytes: weights that a block
     reads, lm_head included. matrix_elements: of all layers' matrices.
     """
 
     speeds: tuple[DeviceSpeed, ...]
     stage_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
-    token_bytes: int
+    token_bytes: Mapping[int | None, int]
     state_bytes: int
     draft_bytes: int
     matrix_elements: int
@@ -88,7 +91,10 @@ class Floor:
         draft = self.draft_bytes / last * 1e3
         if kind == "draft":
             return draft
-        share = (context * self.token_bytes + self.state_bytes) / len(self.speeds)
+        seen = sum(
+            size * (context if window is None else min(context, window)) for window, size in self.token_bytes.items()
+        )
+        share = (seen + self.state_bytes) / len(self.speeds)
         target = sum(
             (size + share) / speed.copy_bytes_per_s * 1e3
             + (beside / speed.host.copy_bytes_per_s * 1e3 if beside and speed.host is not None else 0)
@@ -116,11 +122,15 @@ def _matrix_elements(config: ModelConfig, layers: LayerRange, *, read: bool = Tr
     return sum(elements * (read_share(config, name) if read else 1) for name, elements in matrices)
 
 
-def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:
-    """Return the bytes that a token leaves in all attention layers, and those of recurrent state that a step moves."""
+def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[Mapping[int | None, int], int]:
+    """Return the bytes that a token leaves in all attention layers, by their window, and those of recurrent state that
+    a step moves."""
     cached = [tensor for layer in range(config.num_layers) for tensor in layer_caches(config, layer)]
     sizes = [(tensor, tensor.size_bytes(dtype, kv_dtype)) for tensor in cached]
-    token = sum(size for tensor, size in sizes if tensor.per is Per.TOKEN)
+    token: Counter[int | None] = Counter()
+    for tensor, size in sizes:
+        if tensor.per is Per.TOKEN:
+            token[tensor.window] += size
     # Read and written; the convolution's inputs beside it are few.
     state = 2 * sum(size for tensor, size in sizes if tensor.per is Per.SESSION and tensor.dtype is CacheDtype.FLOAT32)
     return token, state

@@ -78,7 +78,7 @@ def replay_rows(cluster: Cluster) -> int:
     """Return the rows of a step that computes known tokens anew on these stages."""
     targets = [worker.target for worker in cluster.workers]
     takes_long = all(
-        target is not None and target.step_engine is StepEngine.TORCH and target.state_trimmable for target in targets
+        target is not None and target.step_engine is StepEngine.TORCH and not target.is_recurrent for target in targets
     )
     return LONG_REPLAY_ROWS if takes_long and not cluster.exact else REPLAY_ROWS
 

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.planning.memory import Models, cache_bytes
+from services.model.cached_tensors import PAGE_ROWS
 from services.processes.device_memory import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from coordinator.planning.report import DeviceLoad
-
-PAGE_TOKENS = 256
-"""Positions of a page on a GPU, of which a session takes whole ones."""
 
 USUAL_LENGTHS = (2048, 8192)
 
@@ -45,6 +43,6 @@ def _sessions(models: Models, loads: Sequence[DeviceLoad], memory: str, length: 
         pool = share * left
     else:
         pool = left - (1 - share) * total
-        length = -(-length // PAGE_TOKENS) * PAGE_TOKENS
+        length = -(-length // PAGE_ROWS) * PAGE_ROWS
     each = sum(cache_bytes(models, load.share, length, 1) for load in members)
     return max(0, int(pool // each)) if each else 0

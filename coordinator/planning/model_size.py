@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.dtypes import ITEM_BYTES
 from services.layers import LayerRange
-from services.model.cached_tensors import Per
+from services.model.cached_tensors import Per, held_positions
 from services.model.checkpoint_files import model_name, read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
@@ -30,10 +30,10 @@ class LayerSize:
     """One layer. All in bytes, but for its kind in Hugging Face's words.
 
     cpu_bytes: the weights on a CPU, which unpacks some packed matrices. read_bytes: the matrices that a one-row step
-    reads; of experts, those that the row goes through. token_bytes: what is cached of one position. state_bytes: what
-    is cached whatever the length. block_row_bytes: what is cached for each row of the largest verify. expert_bytes,
-    cpu_expert_bytes: of weight_bytes and cpu_bytes that of all routed experts. expert_read, cpu_expert_read: of these
-    that of the experts that a row goes through.
+    reads; of experts, those that the row goes through. token_bytes: what is cached of one position. window: of how many
+    positions, None for all. state_bytes: what is cached whatever the length. block_row_bytes: what is cached for each
+    row of the largest verify. expert_bytes, cpu_expert_bytes: of weight_bytes and cpu_bytes that of all routed experts.
+    expert_read, cpu_expert_read: of these that of the experts that a row goes through.
     """
 
     kind: str
@@ -47,10 +47,16 @@ class LayerSize:
     cpu_expert_bytes: int = 0
     expert_read: int = 0
     cpu_expert_read: int = 0
+    window: int | None = None
 
     def cache_bytes(self, length: int, block_rows: int) -> int:
         """Return the caches of one session of up to `length` tokens. block_rows: rows of its largest verify."""
-        return self.token_bytes * length + self.state_bytes + self.block_row_bytes * block_rows
+        positions = held_positions(length, self.window, block_rows)
+        return self.token_bytes * positions + self.state_bytes + self.block_row_bytes * block_rows
+
+    def context_bytes(self, length: int) -> int:
+        """Return what a step reads of the positions before it, of which there are so many."""
+        return self.token_bytes * (length if self.window is None else min(length, self.window))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +182,8 @@ def _layer_size(
     # Its rows of the matrix that makes the layer's own inputs; their table stays in the mapped file.
     on_cpu = {name: cpu_bytes(name, header, dtype) for name, header in headers.items()}
     own = 0 if config.per_layer is None else config.per_layer.size * config.hidden_size * ITEM_BYTES[dtype]
-    cached = dict.fromkeys(Per, 0)
-    for tensor in layer_caches(config, layer):
+    cached, caches = dict.fromkeys(Per, 0), layer_caches(config, layer)
+    for tensor in caches:
         cached[tensor.per] += tensor.size_bytes(dtype, kv_dtype)
     return LayerSize(
         kind=config.layer_kinds[layer].value,
@@ -191,6 +197,7 @@ def _layer_size(
         cpu_expert_bytes=sum(_of_experts(on_cpu).values()),
         expert_read=_read(config, headers, _of_experts(weights)),
         cpu_expert_read=_read(config, headers, _of_experts(on_cpu)),
+        window=next((tensor.window for tensor in caches if tensor.per is Per.TOKEN), None),
     )
 
 

@@ -76,7 +76,7 @@ def stage_time(
         if host_experts and device.host is not None:
             layer_s, left, overlapping = device.host.layer_s, model.in_host(host_experts), False
             in_host += left * sum(layer.cpu_expert_read for layer in held) / device.host.read_bytes_per_s
-        read_bytes = sum(layer.read_bytes - left * layer.expert_read + layer.token_bytes * context for layer in held)
+        read_bytes = sum(layer.read_bytes - left * layer.expert_read + layer.context_bytes(context) for layer in held)
         read += read_bytes / device.read_bytes_per_s
         slowest = max(layer_s.values(), default=0.0)
         operators += device.step_s + sum(layer_s.get(layer.kind, slowest) for layer in held)

@@ -22,7 +22,7 @@ from coordinator.cluster.successor import Successor
 from coordinator.prefix.disk.disk_cache import DiskCache, DiskEntry, PartSource
 from coordinator.prefix.index import Entry, PrefixIndex
 from coordinator.prefix.leftovers import Leftover, Leftovers, common
-from coordinator.prefix.lineage import Lineage
+from coordinator.prefix.lineage import WINDOWS, Lineage
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import DataLoss, FlashsplitError, NotFound
 from services.layers import LayerRange
@@ -516,6 +516,8 @@ def lineage_of(cluster: Cluster, text_fingerprint: str, *, with_draft: bool) -> 
     """Return what the states of a cluster's requests depend on."""
     target = cluster.target
     draft = cluster.draft if with_draft else None
+    targets = [worker.target for worker in cluster.workers if worker.target is not None]
+    slides = any(not stage.state_trimmable and not stage.is_recurrent for stage in targets)
     return Lineage(
         model=target.fingerprint,
         dtype=target.dtype,
@@ -523,6 +525,7 @@ def lineage_of(cluster: Cluster, text_fingerprint: str, *, with_draft: bool) -> 
         draft=None if draft is None else draft.fingerprint,
         draft_dtype=None if draft is None else draft.dtype,
         kv_dtype=target.kv_dtype,
+        kept_rows=WINDOWS if slides else None,
     )
 
 

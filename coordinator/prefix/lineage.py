@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 VERSION = 1
-"""The version of what kept tensors mean: raise it when a release computes or lays them out differently."""
+"""The version of what kept tensors mean: raise it when a release computes or lays all of them out differently."""
+
+WINDOWS = "windows"
+"""Which rows sliding layers keep: those that the next row sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class Lineage:
 
     model: the target's fingerprint. dtype: the element type of its weights. text: a hash of tokenizer and chat
     template. draft and draft_dtype: None for states without the draft's part. kv_dtype: the element type of the
-    target's keys and values; None where it is dtype.
+    target's keys and values; None where it is dtype. kept_rows: WINDOWS where layers of the target slide; None where
+    all rows are kept.
     """
 
     model: str
@@ -31,6 +35,7 @@ class Lineage:
     draft: str | None
     draft_dtype: str | None
     kv_dtype: str | None = None
+    kept_rows: str | None = None
 
     @property
     def key(self) -> str:
@@ -39,10 +44,11 @@ class Lineage:
         return hashlib.sha256(words.encode()).hexdigest()[:32]
 
     def as_json(self) -> dict[str, str | None]:
-        """Return the fields; kv_dtype is left out where it is None, as releases before it did."""
+        """Return the fields; kv_dtype and kept_rows are left out where they are None, as releases before them did."""
         fields = asdict(self)
-        if self.kv_dtype is None:
-            del fields["kv_dtype"]
+        for name in ("kv_dtype", "kept_rows"):
+            if fields[name] is None:
+                del fields[name]
         return fields
 
     def snapshot_id(self, token_ids: Sequence[int]) -> str:

@@ -19,13 +19,14 @@ from services.model.quantization import Quantization
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
-PROTOCOL_MINOR = 4
+PROTOCOL_MINOR = 5
 """Counts additions that a process of an older one may ignore.
 
 1: steps of several sessions in one frame, lists of kept prefixes, and workers that say that they were told to stop.
 2: what follows by itself may be changed while it does.
 3: a session's state may rest where a stage behind it is lost.
 4: answers tell how many sessions of their batch asked for draft tokens.
+5: descriptions tell recurrent layers from others whose state serves no shorter prefix.
 """
 
 
@@ -149,9 +150,10 @@ class TargetDescription:
 
     layers: the stage's, of the model's num_layers. capture_layers: the 0-based blocks of the whole model whose output
     the draft reads, in the draft's order. feature_transport: None without a draft. state_trimmable: whether a snapshot
-    of n tokens also serves every shorter prefix of them. kv_dtype: the element type of attention keys and values, None
-    where it is dtype. quantization: how its matrices were packed when it was loaded, None where they are as the
-    checkpoint has them. rope_scaling: what took the place of the scaling of RoPE, None where that is the checkpoint's.
+    of n tokens also serves every shorter prefix of them. is_recurrent: whether layers keep a recurrent state.
+    kv_dtype: the element type of attention keys and values, None where it is dtype. quantization: how its matrices were
+    packed when it was loaded, None where they are as the checkpoint has them. rope_scaling: what took the place of the
+    scaling of RoPE, None where that is the checkpoint's.
     session_tokens: the most tokens of one session for which pages of keys and values have room, 0 where there is no
     bound. host_experts: the share of the routed experts that a GPU leaves to the host's memory, as it was loaded.
     weight_bytes, host_weight_bytes: of weights on the stage's devices, and of those experts there.
@@ -169,6 +171,7 @@ class TargetDescription:
     feature_transport: FeatureTransport | None
     weight_bytes: int
     state_trimmable: bool = False
+    is_recurrent: bool = False
     step_engine: StepEngine = StepEngine.TORCH
     kv_dtype: str | None = None
     quantization: Quantization | None = None
@@ -347,6 +350,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 feature_transport=transport_to_number(target.feature_transport),
                 weight_bytes=target.weight_bytes,
                 state_cuttable=target.state_trimmable,
+                recurrent=target.is_recurrent,
                 step_engine=_ENGINES.number(target.step_engine),
                 kv_dtype=dtype_number(target.kv_dtype),
                 quantization=quantization_to_message(target.quantization),
@@ -453,6 +457,8 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         feature_transport=transport_from_number(message.feature_transport),
         weight_bytes=message.weight_bytes,
         state_trimmable=message.state_cuttable,
+        # Releases that don't say it gave back no other memory.
+        is_recurrent=message.recurrent if message.HasField("recurrent") else not message.state_cuttable,
         step_engine=_engine_from_number(message.step_engine),
         kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
         quantization=quantization_from_message(message),

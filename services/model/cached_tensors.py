@@ -8,6 +8,22 @@ from enum import StrEnum
 
 from services.dtypes import ITEM_BYTES
 
+PAGE_ROWS = 256
+"""Positions of a page of keys and values on a GPU. On a CPU so many at a time are counted as written."""
+
+CUT_ROWS = 256
+"""So many positions at least can a session be cut by although sliding layers give back what is behind their windows:
+more than the rows of steps that were launched and do not count, and than most of what one gives up that goes on
+elsewhere."""
+
+
+def held_positions(length: int, window: int | None, step_rows: int = 1) -> int:
+    """Return for how many positions a session of `length` tokens has memory at most, in layers that look at so many.
+
+    window: None for all. step_rows: rows of a step at its end, before which nothing is given back.
+    """
+    return length if window is None else min(length, window + CUT_ROWS + PAGE_ROWS + step_rows)
+
 
 class Per(StrEnum):
     """What a cached tensor's shape is of.
@@ -38,13 +54,14 @@ class CachedTensor:
     """One tensor that a session keeps for one layer.
 
     name: what snapshots call it behind `layers.N.`. shape: the extents of one position, of one row or of the whole, as
-    `per` says.
+    `per` says. window: of positions, how many of the last ones are looked at; None for all.
     """
 
     name: str
     shape: tuple[int, ...]
     per: Per
     dtype: CacheDtype
+    window: int | None = None
 
     def size_bytes(self, dtype: str, kv_dtype: str) -> int:
         """Bytes of one position, of one row or of the whole. dtype, kv_dtype: names of the model's element types."""

@@ -47,14 +47,31 @@ class Page:
     behind those, None where it is gone.
     """
 
-    __slots__ = ("_give_back", "_on_host", "_place", "address", "kept_rows", "size_bytes", "tensor", "writer")
+    __slots__ = (
+        "_give_back",
+        "_on_host",
+        "_place",
+        "address",
+        "kept_rows",
+        "mapping",
+        "size_bytes",
+        "tensor",
+        "writer",
+    )
 
     def __init__(
-        self, tensor: torch.Tensor, size_bytes: int, place: int | None, give_back: Callable[[int | None, int], None]
+        self,
+        tensor: torch.Tensor,
+        size_bytes: int,
+        place: int | None,
+        give_back: Callable[[int | None, int], None],
+        mapping: mmap.mmap | None = None,
     ) -> None:
         """size_bytes: what the pool counts of it so far. place: where it was cut from the pool's memory, None where it
-        was not. give_back: called with `place` and `size_bytes` when nobody holds the page any more."""
+        was not. give_back: called with `place` and `size_bytes` when nobody holds the page any more. mapping: the
+        host's memory that it is made of, where untouched rows take none."""
         self.tensor, self.address, self.size_bytes = tensor, tensor.data_ptr(), size_bytes
+        self.mapping = mapping
         self.kept_rows = 0
         self.writer: Callable[[], object | None] = lambda: None
         self._place, self._give_back = place, give_back
@@ -151,7 +168,8 @@ class PagePool:
 
     def lazy_page(self, shape: tuple[int, ...], dtype: torch.dtype) -> Page:
         """Return a page of the host whose untouched rows take no memory; `touch` comes before they are written."""
-        return self._made(_unreserved(shape, dtype), 0, None)
+        tensor, mapping = _unreserved(shape, dtype)
+        return self._made(tensor, 0, None, mapping)
 
     def touch(self, page: Page, size_bytes: int) -> None:
         """Count that many more bytes of a lazy page as used. Errors as in `page`."""
@@ -159,6 +177,23 @@ class PagePool:
             if not self._evict():
                 raise self._exhausted(size_bytes)
         page.size_bytes += size_bytes
+
+    def untouch(self, page: Page, size_bytes: int, rows: int) -> None:
+        """Give the memory of a lazy page's first rows back to the host. They are zeros then.
+
+        size_bytes: how much of it was counted by now.
+        """
+        assert page.mapping is not None
+        page.size_bytes -= size_bytes
+        self._returned.append((None, size_bytes))
+        *others, capacity, dim = page.tensor.shape
+        row_bytes = dim * page.tensor.itemsize
+        for head in range(math.prod(others)):
+            # The system's pages at both ends have rows that stay.
+            begin = -(-head * capacity * row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (head * capacity + rows) * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                page.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Page | None:
         """Return a new page, None where there is no room for one."""
@@ -176,9 +211,9 @@ class PagePool:
                 return None
         return self._made(self._memory.tensor[place : place + size].view(dtype).view(shape), taken, place)
 
-    def _made(self, tensor: torch.Tensor, size_bytes: int, place: int | None) -> Page:
+    def _made(self, tensor: torch.Tensor, size_bytes: int, place: int | None, mapping: mmap.mmap | None = None) -> Page:
         returned = self._returned
-        return Page(tensor, size_bytes, place, lambda place, size: returned.append((place, size)))
+        return Page(tensor, size_bytes, place, lambda place, size: returned.append((place, size)), mapping)
 
     def _count(self, size_bytes: int) -> bool:
         """Count bytes as used, where there is room for them."""
@@ -260,8 +295,8 @@ class _Memory:
         self._free.insert(index, (place, size_bytes))
 
 
-def _unreserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host whose untouched pages are not even set aside.
+def _unreserved(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    """Return memory of the host whose untouched pages are not even set aside, and the mapping that it is.
 
     A session may be as long as the model's context, for which the host need not have room: few grow so long.
     `torch.empty` of more than the host's memory is refused. Raises OutOfMemoryError where this is refused as well.
@@ -271,4 +306,4 @@ def _unreserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as error:
         raise torch.OutOfMemoryError(f"no {size} bytes of address space for keys and values: {error}") from error
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), memory

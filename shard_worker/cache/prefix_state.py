@@ -123,7 +123,7 @@ def copy_out(
     for group, view in zip(groups, views, strict=True):
         if (cache := _shared(view)) is not None:
             if cache not in pages:
-                pages[cache] = cache.keep(first_token, length)
+                pages[cache] = cache.keep(group.first_row(first_token, length), length)
             assert isinstance(view, AttentionView)
             kept.append(KeptRows(pages[cache], view.layers, view.which))
             continue
@@ -152,13 +152,14 @@ def copy_in(groups: Sequence[TensorGroup], views: Sequence[StateView], chain: Se
                 view.write(state, 0, length)
             continue
         pieces, shared = rows_of(group, index, chain, 0, length), list[tuple[int, int]]()
+        if isinstance(view, AttentionView):
+            view.cache.begin_at(group.first_row(0, length))
         if (cache := _shared(view)) is not None:
             if cache not in there:
                 there[cache] = cache.take_up([rows.kept for _, _, rows in pieces if isinstance(rows, KeptRows)], length)
             shared = there[cache]
         for first, last, rows in pieces:
             for begin, end in _outside(first, last, shared):
-                # Of kept pages some are left where this session, a longer one, has a ring.
                 missing = (
                     rows.read(begin, end) if isinstance(rows, KeptRows) else rows[..., begin - first : end - first, :]
                 )

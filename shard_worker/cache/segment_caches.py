@@ -1,4 +1,4 @@
-"""All that a session remembers of one segment's layers: attention caches, one a shape of keys, and a recurrent one.
+"""All that a session remembers of one segment's layers: attention caches, one a kind of keys, and a recurrent one.
 
 They are written in place. Rows beyond the committed length are scratch: attention overwrites them, and recurrent layers
 only keep what they need to advance by any number of them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,21 @@ from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 from shard_worker.cache.recurrent_cache import RecurrentCache
 
+
+class KeyKind(NamedTuple):
+    """What layers have in common whose keys and values lie in one cache: the heads of keys, the elements of each, and
+    how many positions a row sees, None for all."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @classmethod
+    def of(cls, shape: AttentionShape) -> KeyKind:
+        """Return that of layers that attend so."""
+        return cls(shape.kv_heads, shape.head_dim, shape.window)
+
+
 _GROUP_KINDS = {Per.TOKEN: GroupKind.ROWS, Per.SESSION: GroupKind.STATE}
 
 
@@ -28,10 +44,10 @@ class SegmentCaches:
     """The caches of one session for one segment; a layer's place in them is in `slots_of`."""
 
     attention: AttentionCache | None
-    """Of the layers whose keys are shaped as those of the first one that attends; None where none does."""
+    """Of the layers whose keys are of one kind with those of the first one that attends; None where none does."""
     recurrent: RecurrentCache | None
     others: tuple[AttentionCache, ...] = ()
-    """Of layers with other keys, one for each shape."""
+    """Of layers with other keys, one for each kind."""
 
     @classmethod
     def allocate(
@@ -60,8 +76,10 @@ class SegmentCaches:
             assert config.linear is not None
             recurrent = RecurrentCache(linear, config.linear, block_rows, like, row_by_row=row_by_row)
         caches = [
-            AttentionCache(count, kv_heads, capacity, head_dim, like, page_rows, dtype=kv_dtype, pool=pool)
-            for (kv_heads, head_dim), count in key_extents(config, layers).items()
+            AttentionCache(
+                count, kind.kv_heads, capacity, kind.head_dim, like, page_rows, kind.window, dtype=kv_dtype, pool=pool
+            )
+            for kind, count in key_kinds(config, layers).items()
         ]
         return cls(caches[0] if caches else None, recurrent, tuple(caches[1:]))
 
@@ -72,8 +90,8 @@ class SegmentCaches:
 
     def attention_of(self, shape: AttentionShape) -> AttentionCache:
         """Return the cache of the layers that attend so."""
-        extents = shape.kv_heads, shape.head_dim
-        return next(cache for cache in self.attentions if (cache.kv_heads, cache.head_dim) == extents)
+        kind = KeyKind.of(shape)
+        return next(cache for cache in self.attentions if (cache.kv_heads, cache.head_dim, cache.window) == kind)
 
     @property
     def size_bytes(self) -> int:
@@ -88,6 +106,15 @@ class SegmentCaches:
         """Take what is missing for the first `length` positions. Errors as in `AttentionCache.reserve`."""
         for cache in self.attentions:
             cache.reserve(length)
+
+    def shortest(self, length: int) -> int:
+        """Return the fewest positions that these `length` can be cut to: all of them where layers are recurrent."""
+        return length if self.recurrent is not None else max((cache.shortest for cache in self.attentions), default=0)
+
+    def let_go(self, length: int) -> None:
+        """Give back the memory of positions that no row from `length` on sees, as `AttentionCache.let_go`."""
+        for cache in self.attentions:
+            cache.let_go(length)
 
     def views(self) -> list[StateView]:
         """Return a view for each of `state_groups`, in that order."""
@@ -105,16 +132,15 @@ class SegmentCaches:
             self.recurrent.commit(rows)
 
 
-def key_extents(config: ModelConfig, layers: LayerRange) -> Counter[tuple[int, int]]:
-    """Return how many layers have each of the attention caches, by its key heads and the elements of each, in order."""
-    shapes = [config.attention(layer) for layer in _owners(config, layers)]
-    return Counter((shape.kv_heads, shape.head_dim) for shape in shapes)
+def key_kinds(config: ModelConfig, layers: LayerRange) -> Counter[KeyKind]:
+    """Return how many layers have each of the attention caches, in order."""
+    return Counter(KeyKind.of(config.attention(layer)) for layer in _owners(config, layers))
 
 
 def slots_of(config: ModelConfig, layers: LayerRange) -> tuple[int, ...]:
-    """Return each layer's place among those that share a cache with it: recurrent ones, or those with equal keys. One
-    that shares another's keys has that one's place."""
-    seen: Counter[tuple[int, int] | None] = Counter()
+    """Return each layer's place among those that share a cache with it: recurrent ones, or those with keys of its kind.
+    One that shares another's keys has that one's place."""
+    seen: Counter[KeyKind | None] = Counter()
     slots: dict[int, int] = {}
     attending = frozenset(_owners(config, layers))
     for layer in range(layers.first, layers.last):
@@ -122,10 +148,7 @@ def slots_of(config: ModelConfig, layers: LayerRange) -> tuple[int, ...]:
         if source != layer:
             slots[layer] = slots[source]
             continue
-        keys = None
-        if layer in attending:
-            shape = config.attention(layer)
-            keys = (shape.kv_heads, shape.head_dim)
+        keys = KeyKind.of(config.attention(layer)) if layer in attending else None
         slots[layer] = seen[keys]
         seen[keys] += 1
     return tuple(slots.values())
@@ -151,7 +174,7 @@ def state_groups(
         for tensor in layer_caches(config, layer):
             names.setdefault(tensor, []).append(f"layers.{layer}.{tensor.name}")
     return [
-        TensorGroup(_GROUP_KINDS[tensor.per], tuple(named), tensor.shape, dtypes[tensor.dtype])
+        TensorGroup(_GROUP_KINDS[tensor.per], tuple(named), tensor.shape, dtypes[tensor.dtype], tensor.window)
         for tensor, named in names.items()
         if tensor.per in _GROUP_KINDS
     ]

@@ -17,7 +17,6 @@ from services.messages.draft_session import Propose
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
 from services.rpc.draft import DraftSession
-from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.draft_head import DraftHead
@@ -156,7 +155,7 @@ class LocalDraftLink:
     def cut(self, length: int) -> bool:
         """Let another session's context be this one's first `length` tokens, and say whether that can be done. Nothing
         that was begun for this session changes its length any more."""
-        if length != self.state.length and not (length < self.state.length and trimmable(self._keeper.groups)):
+        if not self.state.shortest <= length <= self.state.length:
             return False
         self.state = copy.copy(self.state)
         self.state.length = length

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shard_worker.cache.attention_cache import PAGE_ROWS
+from services.model.cached_tensors import PAGE_ROWS
 from shard_worker.device.devices import Device
 from shard_worker.drafting.chooser_kernels import LaunchedRows, choose
 from shard_worker.drafting.choosers import NOT_PROPOSED
@@ -47,8 +47,6 @@ class DFlashRunner:
         """The most rows of a session's block."""
         self._row_counts = (self.session_rows,) if sessions is None else BATCH_ROW_COUNTS
         """The numbers of rows that graphs are made with."""
-        self._appended_rows = self._row_counts[-1] if draft.ring is None else min(self._row_counts[-1], draft.ring)
-        """The most rows that are appended to a session's context in a call: in a ring of slots no slot twice."""
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
         # Blocks of several sessions are queued while those of others are on the device.
         twins = 1 if sessions is None else 2
@@ -91,7 +89,7 @@ class DFlashRunner:
         sums = 0
         for state, earlier, rows, block in zip(states, before, appended, blocks, strict=True):
             length = state.length + earlier + rows
-            if rows > self._appended_rows or length + self.session_rows > longest:
+            if length + self.session_rows > longest:
                 return False
             sums += block * chunk_count(length + block)
         return self._sessions is None or sums <= sums_room(self._made_with(sum(blocks)), longest, alone=False)
@@ -235,6 +233,7 @@ class DFlashRunner:
                 base, end = state.length, state.length + before + count
                 for copy, kind in enumerate(self._kinds):
                     cache = state.caches[kind]
+                    cache.let_go(base)
                     cache.reserve(end)
                     if self._sessions is None:
                         parameters.fill(base, count, copy=copy, attention=cache)
@@ -322,7 +321,6 @@ def _layers(draft: DFlashDraft) -> decoder.Layers:
                 dim=config.head_dim,
                 rotary=config.head_dim,
                 page=PAGE_ROWS,
-                ring=(draft.ring or 0) if sliding else 0,
                 window=(config.window or 0) if sliding else 0,
                 causal=causal,
             )
@@ -339,6 +337,4 @@ def _layers(draft: DFlashDraft) -> decoder.Layers:
 
 
 def _keys_alone(shape: HeadShape) -> HeadShape:
-    return HeadShape(
-        0, shape.kv_heads, shape.dim, shape.rotary, shape.page, shape.ring, shape.window, shape.causal, shape.gated
-    )
+    return HeadShape(0, shape.kv_heads, shape.dim, shape.rotary, shape.page, shape.window, shape.causal, shape.gated)

@@ -14,7 +14,7 @@ from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import ExpertsWeights, LinearAttentionWeights
 from shard_worker.ops.activation import geglu, swiglu
-from shard_worker.ops.attention import Causal, grouped_mask, visibility
+from shard_worker.ops.attention import Causal, first_seen, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, rope_table
 
@@ -67,7 +67,8 @@ class SessionRows:
     uncommitted: bool
     """Whether it is decided later which rows count, so that recurrent layers must not advance."""
     masks: Mapping[AttentionShape, torch.Tensor | Causal | None] = field(default_factory=dict)
-    """By how layers attend, for `attend`; None where every row sees all positions up to the last row's."""
+    """By how layers attend, for `attend`; None where every row sees all positions from the first
+    one that any sees up to the last row's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +197,13 @@ def rope_of_rows(
 
 def _mask(shape: AttentionShape, like: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | Causal | None:
     """Return what a session's rows at these positions see in layers that attend so, for `attend`."""
-    window = shape.window
-    span = int(positions[-1]) + 1
-    if window is not None and span <= window:
-        window = None
-    if window is None and len(positions) == 1:
+    if len(positions) == 1:
         return None
+    window = shape.window
+    first, end = first_seen(int(positions[0]), window), int(positions[-1]) + 1
+    if window is not None and end <= window:
+        window = None
     if window is None and like.is_cuda and like.dtype.itemsize == 2:
         return Causal()
-    seen = visibility(positions, torch.arange(span, device=like.device), causal=True, window=window)
+    seen = visibility(positions, torch.arange(first, end, device=like.device), causal=True, window=window)
     return grouped_mask(seen, shape.heads // shape.kv_heads, like.dtype)

@@ -28,6 +28,11 @@ class Causal:
     """
 
 
+def first_seen(base: int, window: int | None) -> int:
+    """Return the first position that a row at position `base` sees. window: as in `visibility`."""
+    return 0 if window is None else max(0, base + 1 - window)
+
+
 def visibility(
     query_positions: torch.Tensor,
     key_positions: torch.Tensor,
@@ -95,7 +100,7 @@ def attend_each(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     rows, span = len(queries), keys.shape[1]
     mixed = []
     for behind, query in enumerate(queries.chunk(rows), span - rows + 1):
-        seen = slice(0 if window is None else max(0, behind - window), behind)
+        seen = slice(first_seen(behind - 1, window), behind)
         mixed.append(attend(query, keys[:, seen], values[:, seen], None))
     return torch.cat(mixed)
 
@@ -123,7 +128,7 @@ def attend_with_sinks(
     for first in range(0, rows, step):
         own = queries[first : first + step]
         base, end = span - rows + first, span - rows + first + len(own)
-        begin = 0 if window is None else max(0, base + 1 - window)
+        begin = first_seen(base, window)
         positions = torch.arange(begin, end, device=queries.device)
         hidden = ~visibility(positions[base - begin :], positions, causal=True, window=window)
         # [kv_heads, queries of a group, positions]

@@ -273,6 +273,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             feature_transport=None if capture is None else capture.transport,
             weight_bytes=stage.weight_bytes,
             state_trimmable=trimmable(loaded.keeper.groups),
+            is_recurrent=stage.is_recurrent,
             step_engine=stage.engine,
             kv_dtype=loaded.part.kv_dtype,
             quantization=loaded.part.quantization,
@@ -391,12 +392,11 @@ class TargetRole(WorkerRole[LoadTarget]):
         elif request.draft is not None and request.draft.address is not None:
             # The draft's session there is a new one.
             needed = request.rest.first_position
-        trims = trimmable(loaded.keeper.groups)
 
         def take_up() -> tuple[int, StageState]:
             if resting.draft is not None:
                 self._drafting.forget(resting.draft)
-            held = held_length(resting, request, loaded.stage, needed, trimmable=trims)
+            held = held_length(resting, request, loaded.stage, needed)
             if held:
                 return held, resting.state
             resting.sent.forget()

@@ -89,9 +89,7 @@ class RestingSessions:
                 del self._sessions[session_id]
 
 
-def held_length(
-    resting: RestingSession, request: OpenSession, stage: Stage, needed: int | None, *, trimmable: bool
-) -> int:
+def held_length(resting: RestingSession, request: OpenSession, stage: Stage, needed: int | None) -> int:
     """Trim a resting session's memory to what a new one can go on from, and return how many tokens that are; 0 where it
     is of no use. Its draft's context then ends there too, if the new one has that draft. On the device thread, behind
     all that the session had computed there. Raises ResourceExhausted where there is no memory for what the draft is
@@ -99,7 +97,6 @@ def held_length(
 
     request: opens the new one. needed: the rows from this position on must be sent again; None on a last stage without
     a draft elsewhere.
-    trimmable: whether the memory can be cut to any length; otherwise it is that behind its last token.
     """
     state, rest = resting.state, request.rest
     assert rest is not None
@@ -110,7 +107,8 @@ def held_length(
     if state.pending and agreed > state.length:
         stage.commit(state, agreed)
     state.pending = state.ahead = 0
-    if trimmable:
+    least = state.shortest
+    if not state.is_recurrent:
         # The next step begins with the last token.
         agreed = min(agreed, len(rest.token_ids) - 1)
     draft = None if request.draft is None else resting.draft
@@ -123,10 +121,10 @@ def held_length(
         agreed = min(agreed, end)
     if needed is not None and needed < agreed and (first is None or first > needed):
         # Those rows are not there to be sent again.
-        agreed = needed if trimmable else 0
-    if agreed < max(rest.first_position, 1) or (not trimmable and agreed != state.length):
+        agreed = needed
+    if agreed < max(rest.first_position, least, 1):
         return 0
-    if not trimmable and request.block_rows > resting.request.block_rows and agreed < len(rest.token_ids) - 1:
+    if state.is_recurrent and request.block_rows > resting.request.block_rows and agreed < len(rest.token_ids) - 1:
         # Its memory is not made for the blocks in which the rest would be computed.
         return 0
     if draft is not None and not draft.cut(agreed):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.model.cached_tensors import PAGE_ROWS
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.cache.attention_cache import PAGE_ROWS
-from shard_worker.cache.segment_caches import key_extents
+from shard_worker.cache.segment_caches import KeyKind, key_kinds
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.segment import Segment
 
@@ -26,7 +26,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
 
     config = segment.config
     kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
-    caches = [*key_extents(config, segment.layers)]
+    caches = [*key_kinds(config, segment.layers)]
     heads = [
         HeadShape(
             heads=one.mixer.shape.heads,
@@ -37,7 +37,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
             window=one.mixer.shape.window or 0,
             gated=one.mixer.gated,
             float8=segment.kv_dtype is not None,
-            pages=page_count(config) * caches.index((one.mixer.shape.kv_heads, one.mixer.shape.head_dim)),
+            pages=page_count(config) * caches.index(KeyKind.of(one.mixer.shape)),
             value_norm=one.mixer.value_norm is not None,
             keys_as_values=one.mixer.shape.keys_as_values,
             shares=one.mixer.shares,

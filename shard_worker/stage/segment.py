@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from services.layers import LayerRange
-from services.model.cached_tensors import Per
+from services.model.cached_tensors import PAGE_ROWS, Per, held_positions
 from services.model.config import AttentionShape, ModelConfig
 from services.model.layers import layer_caches
 from services.model.rope import Rope
-from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
-from shard_worker.cache.segment_caches import SegmentCaches, key_extents, slots_of, state_groups
+from shard_worker.cache.segment_caches import SegmentCaches, key_kinds, slots_of, state_groups
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
@@ -24,6 +25,12 @@ from shard_worker.model.layers import decoder
 from shard_worker.model.per_layer import PerLayerInputs
 from shard_worker.model.rows import PLAIN, RowOperations, SessionRows, make_rows
 from shard_worker.ops.rope import Rotation
+
+PROMPT_ROWS = 1024
+"""Rows of a prompt's step, before which layers with a window keep what they give back behind it."""
+
+_MOST_PAGES = 1 << 40
+"""More than any session may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +70,27 @@ class Segment:
     @property
     def attention_caches(self) -> int:
         """How many attention caches a session has here."""
-        return len(key_extents(self.config, self.layers))
+        return len(key_kinds(self.config, self.layers))
 
     @property
     def session_tokens(self) -> int | None:
         """The most tokens of one session for which the pool has room; None where there is no bound."""
         dtype = dtype_to_name(self.dtype)
         kv_dtype = dtype if self.kv_dtype is None else dtype_to_name(self.kv_dtype)
-        cached = [
-            one for layer in range(self.layers.first, self.layers.last) for one in layer_caches(self.config, layer)
-        ]
-        token_bytes = sum(one.size_bytes(dtype, kv_dtype) for one in cached if one.per is Per.TOKEN)
-        if self.pool.size_bytes is None or not token_bytes:
-            return None
+        token_bytes: Counter[int | None] = Counter()
+        for layer in range(self.layers.first, self.layers.last):
+            for one in layer_caches(self.config, layer):
+                if one.per is Per.TOKEN:
+                    token_bytes[one.window] += one.size_bytes(dtype, kv_dtype)
         page_rows = PAGE_ROWS if self.device.is_gpu else 1
-        return self.pool.size_bytes // (token_bytes * page_rows) * page_rows
+
+        def size_bytes(pages: int) -> int:
+            held = {window: held_positions(pages * page_rows, window, PROMPT_ROWS) for window in token_bytes}
+            return sum(size * -(-held[window] // page_rows) * page_rows for window, size in token_bytes.items())
+
+        if self.pool.size_bytes is None or size_bytes(_MOST_PAGES) <= self.pool.size_bytes:
+            return None
+        return (bisect.bisect_right(range(_MOST_PAGES), self.pool.size_bytes, key=size_bytes) - 1) * page_rows
 
     def allocate(self, capacity: int, block_rows: int, *, row_by_row: bool = False) -> SegmentCaches:
         """Return the caches of one session.

@@ -14,7 +14,7 @@ import torch
 from services.layers import LayerRange
 from services.messages.description import StepEngine
 from services.messages.steps import LONGEST_JOINING
-from services.model.config import ModelConfig
+from services.model.config import LayerKind, ModelConfig
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import to_device
@@ -55,6 +55,22 @@ class StageState:
     def size_bytes(self) -> int:
         """Memory that the caches take by now."""
         return sum(caches.size_bytes for caches in self.caches)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer has a recurrent state."""
+        return any(caches.recurrent is not None for caches in self.caches)
+
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens that its committed ones can be cut to."""
+        return max((caches.shortest(self.length) for caches in self.caches), default=0)
+
+    def commit_to(self, length: int) -> None:
+        """Let the tokens up to `length` count. What no row behind them sees gives its memory back."""
+        self.length = length
+        for caches in self.caches:
+            caches.let_go(length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +241,12 @@ class Stage:
     @property
     def mixes_uncommitted(self) -> bool:
         """Whether a step of several sessions may have uncommitted rows beside others."""
-        return not (self.batch_runners and self._is_recurrent)
+        return not (self.batch_runners and self.is_recurrent)
 
     @property
-    def _is_recurrent(self) -> bool:
-        return any(runner is not None and runner.has_recurrent_layers for runner in self.runners)
+    def is_recurrent(self) -> bool:
+        """Whether any layer has a recurrent state."""
+        return LayerKind.LINEAR in self.config.layer_kinds[self.layers.first : self.layers.last]
 
     def joins(self, rows: int, length: int, *, uncommitted: bool) -> bool:
         """Return whether so many rows of a session may be part of a step of several ones. That is the session's own
@@ -390,7 +407,8 @@ class Stage:
         else:
             for caches in state.caches:
                 caches.commit_block(rows)
-        state.length, state.pending = length, 0
+        state.pending = 0
+        state.commit_to(length)
 
     def _runners(self, rows: int, uncommitted: bool) -> Sequence[StepRunner]:
         """Return one runner for each segment where all of them take such a step, else none."""
@@ -428,7 +446,7 @@ class Stage:
         elif uncommitted:
             state.pending = rows
         else:
-            state.length += rows
+            state.commit_to(state.length + rows)
 
 
 def _session_tokens(inputs: Sequence[StepInput], segment: int) -> list[SessionTokens]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.model.cached_tensors import PAGE_ROWS
 from services.model.config import LayerKind
-from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost, bytes_of
 from shard_worker.device.stream_gate import StreamGate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from coordinator.engine.generation import generate
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.stores import open_store
+from services.model.checkpoint_files import read_config
+from services.model.families import read_model_config
 from tests.reference import target
 from tests.shard_worker.tiny import Tiny
 
@@ -36,12 +39,43 @@ FAMILIES = (
     "laguna",
 )
 TOKENS = 64
+DRAFT_KINDS = ("sliding_attention", "full_attention")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Tiny checkpoints, each written on first use."""
     return Tiny(tmp_path_factory.mktemp("families"))
+
+
+Case = tuple[list[int], list[int]]
+"""A prompt, and what transformers says behind it."""
+
+
+async def answers_of(
+    path: Path, draft: Path, cases: Sequence[Case], cut: int, *, speculate: bool, store: str | None = None
+) -> list[Answer]:
+    """Answer all prompts at once, over two workers in float32. store: where prefixes are kept; None to keep none."""
+    layers = read_model_config(read_config(path)).num_layers
+    plan = make_plan(
+        target_devices="cpu,cpu",
+        layer_split=f"{cut},{layers - cut}",
+        draft_device=None,
+        num_layers=layers,
+        has_draft=True,
+    )
+    async with Cluster(plan, Checkpoints(path, draft, "float32")) as cluster:
+        lineage = lineage_of(cluster, "text", with_draft=True)
+        disk = None
+        if store is not None:
+            disk = DiskCache(open_store(store), [lineage], layers, path.name, budget_bytes=1 << 30, min_tokens=16)
+        async with PrefixCache(cluster, "text", disk=disk) as cache:
+            requests = [
+                Request(f"r{number}", tuple(prompt), len(tokens), speculate=speculate, prefill_chunk=16)
+                for number, (prompt, tokens) in enumerate(cases)
+            ]
+            kept = cache if store is not None else None
+            return [*await asyncio.gather(*(generate(cluster, one, None, prefixes=kept) for one in requests))]
 
 
 @pytest.mark.slow
@@ -56,37 +90,41 @@ def test_twenty_prompts_at_every_cut(name: str, tiny: Tiny, tmp_path: Path) -> N
     cases = [target.clear_prompt(model, 3 + 4 * seed, TOKENS, seed=100 * seed) for seed in range(20)]
     draft = tiny.draft(name, target_layer_ids=(0, layers - 1))
 
-    async def answers_of(cut: int, *, speculate: bool, store: str | None = None) -> list[Answer]:
-        plan = make_plan(
-            target_devices="cpu,cpu",
-            layer_split=f"{cut},{layers - cut}",
-            draft_device=None,
-            num_layers=layers,
-            has_draft=True,
-        )
-        async with Cluster(plan, Checkpoints(tiny.path(name), draft, "float32")) as cluster:
-            lineage = lineage_of(cluster, "text", with_draft=True)
-            disk = None
-            if store is not None:
-                disk = DiskCache(open_store(store), [lineage], layers, name, budget_bytes=1 << 30, min_tokens=16)
-            async with PrefixCache(cluster, "text", disk=disk) as cache:
-                requests = [
-                    Request(f"r{number}", tuple(prompt), TOKENS, speculate=speculate, prefill_chunk=16)
-                    for number, (prompt, _) in enumerate(cases)
-                ]
-                kept = cache if store is not None else None
-                return [*await asyncio.gather(*(generate(cluster, one, None, prefixes=kept) for one in requests))]
-
     async def run() -> None:
         store = str(tmp_path / "prefixes")
         for cut in range(1, layers):
-            runs = [await answers_of(cut, speculate=speculate) for speculate in (False, True)]
+            runs = [
+                await answers_of(tiny.path(name), draft, cases, cut, speculate=speculate) for speculate in (False, True)
+            ]
             assert sum(answer.stats.draft_tokens for answer in runs[1]) > 0
-            runs.append(await answers_of(cut, speculate=True, store=store))
+            runs.append(await answers_of(tiny.path(name), draft, cases, cut, speculate=True, store=store))
             if cut > 1:
                 assert sum(answer.stats.cached_tokens for answer in runs[-1]) > 100
             for found in runs:
                 for answer, (_, tokens) in zip(found, cases, strict=True):
                     assert list(answer.token_ids) == tokens
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma4-sharing", marks=pytest.mark.slow)])
+def test_answers_far_behind_their_windows(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Sliding layers have given back what they saw of the prompt, the draft's too: plain, drafted, and from a prefix
+    that was kept at another cut."""
+    model = target.load(tiny.path(name))
+    cases = [target.clear_prompt(model, length, 40, seed=length) for length in (540, 600)]
+    draft = tiny.draft(name, "sliding", target_layer_ids=(0, 2), layer_types=DRAFT_KINDS, sliding_window=10)
+    store = str(tmp_path / "prefixes")
+
+    async def run() -> None:
+        runs = [
+            await answers_of(tiny.path(name), draft, cases, 1, speculate=False),
+            await answers_of(tiny.path(name), draft, cases, 1, speculate=True, store=store),
+            await answers_of(tiny.path(name), draft, cases, 2, speculate=True, store=store),
+        ]
+        assert [answer.stats.cached_tokens for answer in runs[2]] == [540, 600]
+        for found in runs:
+            for answer, (_, tokens) in zip(found, cases, strict=True):
+                assert list(answer.token_ids) == tokens
 
     asyncio.run(run())

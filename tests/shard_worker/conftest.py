@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from shard_worker.cache import attention_cache
 from tests.shard_worker.chain import MakeChain
 from tests.shard_worker.packed import Packed
 from tests.shard_worker.tiny import Tiny
@@ -22,6 +23,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Packed:
     """Gives packed checkpoints and those that they stand for, each written on first use."""
     return Packed(tiny, tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def given_back_soon() -> Iterator[None]:
+    """Have sliding layers give back what is behind their windows within the lengths that tests reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_cache, "CUT_ROWS", 32)
+        patch.setattr(attention_cache, "PAGE_ROWS", 16)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -172,10 +172,11 @@ def manifest_from_json(data: bytes) -> Manifest:
         draft=fields.optional_text("draft", MAX_NAME),
         draft_dtype=fields.optional_text("draft_dtype", MAX_NAME),
         kv_dtype=fields.text("kv_dtype", MAX_NAME) if fields.has("kv_dtype") else None,
+        kept_rows=fields.text("kept_rows", MAX_NAME) if fields.has("kept_rows") else None,
     )
     if fields.hex("lineage", 32) != lineage.key:
         raise ManifestError(
-            "lineage is not that of model, dtype, text, draft, draft_dtype and kv_dtype", field="lineage"
+            "lineage is not that of model, dtype, text, draft, draft_dtype, kv_dtype and kept_rows", field="lineage"
         )
     token_ids = tuple(fields.integers("token_ids", 0, MAX_TOKEN))
     if fields.integer("token_count", 1, MAX_TOKEN) != len(token_ids):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
+from services.model.cached_tensors import held_positions
 from services.model.choosers import ChooserConfig, chooser_format, chooser_name
 from services.model.choosers.argmax import ArgmaxConfig
 from services.model.config import AttentionShape, LayerKind, check_heads, read_layer_kinds
@@ -111,13 +112,11 @@ class DFlashConfig:
     def cached_elements(self, max_length: int) -> int:
         """Return how many elements of keys and values a session of up to `max_length` tokens caches.
 
-        A layer has room for all positions and a block behind them, a sliding one for its window and a block at most.
+        A layer has room for all positions and a block behind them, a sliding one for as many as `held_positions` says.
         """
-        slots = max_length + self.block_size
-        positions = 0
-        for kind in self.layer_kinds:
-            window = self.window if kind is LayerKind.SLIDING else None
-            positions += slots if window is None else min(slots, window + self.block_size)
+        windows = [self.window if kind is LayerKind.SLIDING else None for kind in self.layer_kinds]
+        block = self.block_size
+        positions = sum(held_positions(max_length + block, window, block) for window in windows)
         return 2 * self.kv_heads * self.head_dim * positions
 
 

@@ -45,4 +45,4 @@ def cached_tensors(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
         return ()
     shape = config.attention(layer)
     row = (shape.kv_heads, shape.head_dim)
-    return tuple(CachedTensor(name, row, Per.TOKEN, CacheDtype.KEYS_AND_VALUES) for name in ("k", "v"))
+    return tuple(CachedTensor(name, row, Per.TOKEN, CacheDtype.KEYS_AND_VALUES, shape.window) for name in ("k", "v"))

@@ -39,6 +39,10 @@ class DraftState(Protocol):
     def size_bytes(self) -> int:
         """Memory that the context takes by now."""
 
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens that it can be cut to."""
+
     def views(self) -> Sequence[StateView]:
         """One view for each group of `Draft.state_groups`, in that order."""
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.errors import InvalidArgument, Unimplemented
+from services.model.cached_tensors import PAGE_ROWS
 from services.model.config import LayerKind
 from services.model.draft_tensors import draft_bytes
 from services.model.drafts import draft_dtype
@@ -26,7 +27,7 @@ from services.model.drafts.dflash import (
     is_multiplied_apart,
     read_config,
 )
-from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
+from shard_worker.cache.attention_cache import AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device, check_room
@@ -50,7 +51,7 @@ from shard_worker.model.layer_weights import (
 )
 from shard_worker.model.layers.swiglu import run as run_mlp
 from shard_worker.model.rows import Rows, rope_of_rows
-from shard_worker.ops.attention import attend, grouped_mask, visibility
+from shard_worker.ops.attention import attend, first_seen, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, apply_rope
 from shard_worker.weights.checkpoint import Checkpoint
@@ -64,9 +65,8 @@ if TYPE_CHECKING:
 class DFlashState:
     """One session's context: the keys and values of all layers, those of one kind in one cache.
 
-    caches: by kind of layer. Sliding layers' positions wrap around in window + block slots: enough that a block never
-    overwrites what one of its rows can see. layers: each layer's kind and its slot in the cache of that kind. length:
-    tokens whose features the context has. batch_invariant_rows: as in `Rows`.
+    caches: by kind of layer. layers: each layer's kind and its slot in the cache of that kind. length: tokens whose
+    features the context has. batch_invariant_rows: as in `Rows`.
     """
 
     caches: dict[LayerKind, AttentionCache]
@@ -78,6 +78,11 @@ class DFlashState:
     def size_bytes(self) -> int:
         """Memory that the caches take by now."""
         return sum(cache.size_bytes for cache in self.caches.values())
+
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens that it can be cut to."""
+        return max(cache.shortest for cache in self.caches.values())
 
     def views(self) -> list[StateView]:
         """Return a view of each layer's keys and values, in the order of `DFlashDraft.state_groups`."""
@@ -136,7 +141,6 @@ class DFlashDraft:
         caches: dict[LayerKind, AttentionCache] = {}
         kinds = config.layer_kinds
         for kind in set(kinds):
-            ring = self.ring if kind is LayerKind.SLIDING else None
             caches[kind] = AttentionCache(
                 kinds.count(kind),
                 config.kv_heads,
@@ -144,7 +148,7 @@ class DFlashDraft:
                 config.head_dim,
                 like,
                 PAGE_ROWS if self.device.is_gpu else None,
-                None if ring is None or ring > max_length + block else ring,
+                config.window if kind is LayerKind.SLIDING else None,
                 pool=self.pool,
             )
         layers = tuple(zip(kinds, self.slots, strict=True))
@@ -155,19 +159,6 @@ class DFlashDraft:
         """Each layer's slot in the cache of its kind."""
         kinds = self.config.layer_kinds
         return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
-
-    @property
-    def ring(self) -> int | None:
-        """Token slots of a sliding layer, None without one.
-
-        On a GPU these are whole pages, with room for a step's rows that do not count after all.
-        """
-        window, block = self.config.window, self.config.block_size
-        if window is None:
-            return None
-        if not self.device.is_gpu:
-            return window + block
-        return -(-(window + 2 * block) // PAGE_ROWS) * PAGE_ROWS
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
         """Return what a snapshot holds: each layer's keys and values, a sliding one's as far as it looks back."""
@@ -211,9 +202,10 @@ class DFlashDraft:
             projected = self.context[layer].matmul(context, bias, fixed_rows).view(len(context), 2, config.kv_heads, -1)
             keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
             for state, own in zip(states, places, strict=True):
-                # Only the last `slots` rows: earlier ones would be overwritten.
+                # Of many rows only those that a block may see.
                 cache = state.caches[kind]
-                skipped = max(0, own.stop - own.start - cache.slots)
+                cache.let_go(state.length + own.stop - own.start)
+                skipped = max(0, cache.first - state.length)
                 kept = slice(own.start + skipped, own.stop)
                 cache.store(slot, state.length + skipped, keys[kept], projected[kept, 1])
         for state, count in zip(states, counts, strict=True):
@@ -264,11 +256,11 @@ class DFlashDraft:
         for number, (state, own) in enumerate(zip(blocks.states, blocks.places, strict=True)):
             cache, end = state.caches[kind], state.length + blocks.counts[number]
             cache.store(slot, state.length, rotated[own, config.heads :], values[own])
-            span = min(cache.slots, end)
+            first = first_seen(state.length, cache.window)
             if (number, kind, causal) not in blocks.masks:
-                blocks.masks[number, kind, causal] = self._mask(kind, causal, state.length, end, span, cache.slots)
+                blocks.masks[number, kind, causal] = self._mask(cache.window, causal, first, state.length, end)
             seen = blocks.masks[number, kind, causal]
-            mixed.append(attend(rotated[own, : config.heads], *cache.span(slot, span), seen))
+            mixed.append(attend(rotated[own, : config.heads], *cache.span(slot, first, end), seen))
         together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return mixer.out.matmul(together, mixer.out_bias, fixed_rows)
 
@@ -301,19 +293,13 @@ class DFlashDraft:
         positions = [torch.arange(first, first + count, device=device) for first, count in rows]
         return rope_of_rows(positions, self.rotation, self.dtype, batch_invariant_rows)
 
-    def _mask(self, kind: LayerKind, causal: bool, first: int, end: int, span: int, slots: int) -> torch.Tensor | None:
-        """Return what each row of a session's block [first, end) may not see, None where it may see everything.
-
-        Each of the first `span` slots holds the latest position below `end` that maps to it; a negative position means
-        that the slot is empty.
-        """
-        window = self.config.window if kind is LayerKind.SLIDING else None
+    def _mask(self, window: int | None, causal: bool, first: int, base: int, end: int) -> torch.Tensor | None:
+        """Return what each row of a session's block [base, end) may not see of positions [first, end), None where it
+        may see everything."""
         if not causal and (window is None or end <= window):
             return None
         positions = torch.arange(first, end, device=self.device.torch_device)
-        slot = torch.arange(span, device=positions.device)
-        slot_positions = end - 1 - torch.remainder(end - 1 - slot, slots)
-        seen = visibility(positions, slot_positions, causal=causal, window=window)
+        seen = visibility(positions[base - first :], positions, causal=causal, window=window)
         return grouped_mask(seen, self.config.heads // self.config.kv_heads, self.dtype)
 
 

@@ -70,7 +70,7 @@ def _chunk_start(chunk):
 def _attend(
     projected, lines, sessions, indices, sums, tops, slot, scale, room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
-    LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    LINE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     FLOAT8: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the softmax sums of one key head's queries over every programs-th chunk.
@@ -121,9 +121,8 @@ def _attend(
         total = tl.zeros((BLOCK, DIM), tl.float32)
         for start in range(first, last, TILE):
             position = start + ts
-            at_slot = start % RING if RING > 0 else start
-            page = tl.load(numbers + FIRST_PAGE + PAGES + at_slot // PAGE).to(tl.pointer_type(stored))
-            page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + at_slot % PAGE * DIM
+            page = tl.load(numbers + FIRST_PAGE + PAGES + start // PAGE).to(tl.pointer_type(stored))
+            page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + start % PAGE * DIM
             key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
             value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
             there = (position < end)[:, None]
@@ -290,7 +289,7 @@ def attend(
     }
     _attend[(shape.kv_heads, programs, parts)](
         projected, *placed, sums, tops, slot, shape.dim**-0.5, room,
-        **common, PAGE=shape.page, RING=shape.ring,
+        **common, PAGE=shape.page,
         WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, PAGES=shape.pages, BLOCK=tiles.queries,
         TILE=tiles.keys, PRECISION=product_precision(projected),
         num_warps=tiles.warps, num_stages=2,

@@ -23,11 +23,11 @@ class HeadShape:
     """An attention layer's heads.
 
     dim: numbers of a head. rotary: of these, those that RoPE turns. page: positions in a page, which is [layers, 2,
-    kv_heads, page, dim]. ring: slots that positions wrap around, 0 for none. window: positions that a row sees, 0 for
-    all. gated: behind the values each query head has a gate. float8: keys and values are kept as float8_e4m3fn. pages:
-    how many addresses of other layers' pages come before these layers' in a session's numbers. value_norm: values have
-    an RMSNorm, without weights. keys_as_values: they are what is projected for keys, before its norm and RoPE. shares:
-    keys and values are those of another layer, so that the projection makes queries alone.
+    kv_heads, page, dim]. window: positions that a row sees, 0 for all. gated: behind the values each query
+    head has a gate. float8: keys and values are kept as float8_e4m3fn. pages: how many addresses of other layers' pages
+    come before these layers' in a session's numbers. value_norm: values have an RMSNorm, without weights.
+    keys_as_values: they are what is projected for keys, before its norm and RoPE. shares: keys and values are those of
+    another layer, so that the projection makes queries alone.
     """
 
     heads: int
@@ -35,7 +35,6 @@ class HeadShape:
     dim: int
     rotary: int
     page: int
-    ring: int = 0
     window: int = 0
     causal: bool = True
     gated: bool = False
@@ -80,7 +79,7 @@ class Heads:
 def finish_heads(
     acc, out, norms, cos, sin, lines, sessions, indices, slot, eps, block, ms, rows,
     BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr,
     PAGES: tl.constexpr, VALUE_NORM: tl.constexpr, KEYS_AS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Finish head `block` of rows ms, [BLOCK_ROWS, DIM] in float32.
@@ -123,11 +122,10 @@ def finish_heads(
             numbers = lines + tl.maximum(session, 0) * LINE
             position = tl.load(numbers + BASE) + tl.load(indices + ms, mask=ms < rows, other=0)
             first_page = numbers + FIRST_PAGE + PAGES
-        at_slot = position % RING if RING > 0 else position
-        pages = tl.load(first_page + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
+        pages = tl.load(first_page + position // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
         # Values come KV_HEADS behind the keys, in the projection as in a page.
         run = slot.to(tl.int64) * 2 * KV_HEADS + block - HEADS
-        vectors = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM
+        vectors = pages + run * (PAGE * DIM) + position % PAGE * DIM
         kept_at = tl.multiple_of(vectors[:, None] + ds[None, :], (16, 16))
         # As `ops.float8.narrowed`.
         stored = tl.clamp(result.to(tl.float32), -448.0, 448.0).to(kept) if FLOAT8 else result
@@ -142,14 +140,14 @@ def finish_heads(
 def _finish_apart(
     projected, out, norms, cos, sin, lines, sessions, indices, slot, eps, rows, stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr,
-    LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr,
+    LINE: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr,
     VALUE_NORM: tl.constexpr, KEYS_AS_VALUES: tl.constexpr,
 ):  # fmt: skip
     ms, block = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1)
     acc = tl.load(projected + ms[:, None] * stride + block * DIM + tl.arange(0, DIM)[None, :]).to(tl.float32)
     finish_heads(
         acc, out, norms, cos, sin, lines, sessions, indices, slot, eps, block, ms, rows,
-        1, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
+        1, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
     )  # fmt: skip
 
 
@@ -177,7 +175,6 @@ def constants(shape: HeadShape, places: Places) -> dict[str, int | bool]:
         "STRIDE": shape.stride,
         "LINE": places.line,
         "PAGE": shape.page,
-        "RING": shape.ring,
         "FLOAT8": shape.float8,
         "PAGES": shape.pages,
         "VALUE_NORM": shape.value_norm and not shape.shares,

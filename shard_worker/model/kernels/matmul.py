@@ -36,7 +36,7 @@ NO_GROUPS: GroupTensors = (None, None, None, None, None)
 
 _NO_HEADS = dict.fromkeys(
     (
-        "HEADS", "KV_HEADS", "DIM", "ROTARY", "STRIDE", "LINE", "PAGE", "RING", "FLOAT8", "PAGES", "VALUE_NORM",
+        "HEADS", "KV_HEADS", "DIM", "ROTARY", "STRIDE", "LINE", "PAGE", "FLOAT8", "PAGES", "VALUE_NORM",
         "KEYS_AS_VALUES",
     ),
     0,
@@ -161,7 +161,7 @@ def _finish(
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
+    FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU or GeGLU, residual, the next norm's
@@ -189,7 +189,7 @@ def _finish(
     if DIM > 0:
         finish_heads(
             acc, out, norm, cos, sin, lines, sessions, indices, slot, next_eps, first_block + block, ms, rows,
-            BLOCK_ROWS, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM,
+            BLOCK_ROWS, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, FLOAT8, PAGES, VALUE_NORM,
             KEYS_AS_VALUES,
         )  # fmt: skip
     else:
@@ -226,7 +226,7 @@ def _product(
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
-    RING: tl.constexpr, FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
+    FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
     PRECISION: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -308,7 +308,7 @@ def _product(
             total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
             sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS,
             BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, GELU, THEN, SUMMED, HEADS, KV_HEADS, DIM,
-            ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
+            ROTARY, STRIDE, LINE, PAGE, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
         )  # fmt: skip
     else:
         last, total, other_total = sum_of_parts(
@@ -319,7 +319,7 @@ def _product(
                 total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
                 sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
                 BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, GELU, THEN, SUMMED, HEADS,
-                KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
+                KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, FLOAT8, PAGES, VALUE_NORM, KEYS_AS_VALUES,
             )  # fmt: skip
 
 

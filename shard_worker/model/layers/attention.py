@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from services.model.config import ModelConfig
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows, SessionRows
-from shard_worker.ops.attention import attend, attend_each, attend_with_sinks
+from shard_worker.ops.attention import attend, attend_each, attend_with_sinks, first_seen
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
 from shard_worker.weights.weight import concatenate
@@ -75,7 +75,7 @@ def run(
         cache = session.caches.attention_of(shape)
         if not weights.shares:
             cache.store(slot, session.base, qk[own, heads:], values[own])
-        keys_and_values = cache.span(slot, session.base + session.count)
+        keys_and_values = cache.span(slot, first_seen(session.base, shape.window), session.base + session.count)
         if weights.sinks is not None:
             alone = rows.batch_invariant_rows is not None
             return attend_with_sinks(qk[own, :heads], *keys_and_values, weights.sinks, shape.window, alone=alone)

@@ -42,5 +42,5 @@ def test_experts_are_read_where_they_are(tmp_path: Path, share: float) -> None:
     assert host == pytest.approx(share * sum(layer.expert_read for layer in size.layers))
     beside = HostSpeed(0, 0, 1.0, {}, copy_bytes_per_s=1e3)
     speed = DeviceSpeed("cuda:0", 0, 0, 1.0, 1.0, {}, 0.0, 0.0, copy_bytes_per_s=1e6, host=beside)
-    floor = Floor((speed,), (device,), (host,), 0, 0, 0, 0)
+    floor = Floor((speed,), (device,), (host,), {}, 0, 0, 0)
     assert floor.ms("decode", 0) == pytest.approx(device / 1e3 + host)

@@ -36,19 +36,19 @@ def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], ro
 
 
 @pytest.mark.parametrize(
-    ("engine", "trimmable", "tokens", "rows"),
+    ("engine", "recurrent", "tokens", "rows"),
     [
-        (StepEngine.GRAPHS, True, 4096, 64),
-        (StepEngine.GRAPHS, True, 4097, 1024),
-        (StepEngine.KERNELS, False, 100, 1024),
-        (StepEngine.TORCH, True, 100, 1024),
+        (StepEngine.GRAPHS, False, 4096, 64),
+        (StepEngine.GRAPHS, False, 4097, 1024),
+        (StepEngine.KERNELS, True, 100, 1024),
+        (StepEngine.TORCH, False, 100, 1024),
     ],
 )
 def test_few_rows_beside_others_where_they_join_their_steps(
-    engine: StepEngine, trimmable: bool, tokens: int, rows: int
+    engine: StepEngine, recurrent: bool, tokens: int, rows: int
 ) -> None:
     """By kernels without recurrent layers; elsewhere a prompt has steps of its own."""
     one = worker(4096, ("cuda:0", 141 * GB))
     assert one.target is not None
-    target = replace(one.target, step_engine=engine, state_trimmable=trimmable)
+    target = replace(one.target, step_engine=engine, is_recurrent=recurrent)
     assert chunk_beside_others([replace(one, target=target)] * 2, tokens) == rows

@@ -218,10 +218,10 @@ async def test_an_answer_of_a_process_that_has_ended(stop: tuple[str, ...], bloc
 @pytest.mark.parametrize(
     ("fields", "exact", "rows"),
     [
-        ({"state_trimmable": True}, False, [64, 16]),
-        ({"state_trimmable": True}, True, [16] * 5),
-        ({"state_trimmable": False}, False, [16] * 5),
-        ({"state_trimmable": True, "step_engine": StepEngine.KERNELS}, False, [16] * 5),
+        ({}, False, [64, 16]),
+        ({}, True, [16] * 5),
+        ({"is_recurrent": True}, False, [16] * 5),
+        ({"step_engine": StepEngine.KERNELS}, False, [16] * 5),
     ],
     ids=["plain torch", "exact", "recurrent", "kernels"],
 )

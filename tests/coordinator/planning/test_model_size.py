@@ -124,6 +124,27 @@ def test_stages_of_layers_that_share_keys_take_what_is_said(tmp_path: Path) -> N
         assert cache_bytes(models, share, 100, 1) == sum(allocated(cache) for cache in caches.attentions)
 
 
+def test_what_sliding_layers_give_back_is_not_counted(tmp_path: Path) -> None:
+    """Their caches as a session grows, and what a step reads of them."""
+    target = read_model_size(checkpoints.write_gemma3(tmp_path, layers=6, window=40), None)
+    models, layers = Models(target, None), LayerRange(0, 6)
+    assert [layer.window for layer in target.layers] == [40, 40, None] * 2
+    [caches] = load(tmp_path, layers, None).allocate(4000, models.block_rows).caches
+    (share,) = stage_shares(models, layers, 1, draft_here=False)
+    most, token_bytes = 0, target.layers[0].token_bytes
+    for length in range(1, 4001):
+        caches.reserve(length)
+        caches.let_go(length)
+        most = max(most, caches.size_bytes)
+        # But for the first two, before something is given back.
+        if length in (1, 500, 550, 806, 3878):
+            assert most <= cache_bytes(models, share, length, 1) < most * 1.02
+            assert [layer.context_bytes(length) for layer in target.layers[1:3]] == [
+                token_bytes * min(length, 40),
+                token_bytes * length,
+            ]
+
+
 def matrices(parts: object) -> Iterator[Weight]:
     """All matrices among the fields of a layer's weights."""
     if isinstance(parts, Weight):
@@ -161,12 +182,16 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
 
     assert size.cpu_bytes == draft.weight_bytes
     assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
-    for length in (1, 31, 32, 33, 200):
-        state = draft.allocate(length)
-        held = sum(allocated(cache) for cache in state.caches.values())
-        for cache in state.caches.values():
-            cache.reserve(cache.slots)
-        assert size.cache_bytes(length) == state.size_bytes == held
+    # The last ones are before something is given back.
+    for length in (1, 31, 200, 542, 798, 2078):
+        state, block = draft.allocate(length), draft.config.block_size
+        sizes = []
+        for end in range(1, length + block + 1):
+            for cache in state.caches.values():
+                cache.let_go(end - block)
+                cache.reserve(end)
+            sizes.append(state.size_bytes)
+        assert max(sizes) <= size.cache_bytes(length) < max(sizes) * 1.02
 
 
 def test_a_selector_is_counted_where_logits_are_made(pairs: Pairs, tmp_path: Path) -> None:

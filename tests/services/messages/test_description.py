@@ -47,6 +47,7 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
         replace(WORKER, batches=None),
         replace(WORKER, snapshot_bytes=0, snapshot_budget_bytes=2**64 - 1),
         replace(WORKER, target=replace(WORKER.target, state_trimmable=False)),
+        replace(WORKER, target=replace(WORKER.target, state_trimmable=False, is_recurrent=True)),
         replace(WORKER, target=replace(WORKER.target, kv_dtype="float8_e4m3fn")),
         replace(WORKER, target=replace(WORKER.target, quantization=Quantization(QuantizedTo.INT4, ends=True))),
         replace(WORKER, draft=replace(WORKER.draft, state_trimmable=False)),
@@ -56,6 +57,17 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
 def test_round_trip(worker: WorkerDescription) -> None:
     """Every field of a description survives the wire, absent parts stay absent."""
     assert over_the_wire(worker) == worker
+
+
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_a_release_that_gives_nothing_back_behind_windows(trimmable: bool) -> None:
+    """It does not say whether layers are recurrent: they are where its prefixes cannot be cut."""
+    assert WORKER.target is not None
+    message = worker_to_message(replace(WORKER, target=replace(WORKER.target, state_trimmable=trimmable)))
+    message.target.ClearField("recurrent")
+    target = worker_from_message(message).target
+    assert target is not None
+    assert (target.state_trimmable, target.is_recurrent) == (trimmable, not trimmable)
 
 
 def test_every_member_has_a_number() -> None:

@@ -43,7 +43,7 @@ def test_rows_attend_to_what_is_kept(page_rows: int | None, window: int | None, 
     for first, last in ((0, 30), (30, 35), (35, TOTAL)):
         cache.store(1, first, keys[first:last], values[first:last])
 
-    span = cache.span(1, TOTAL)
+    span = cache.span(1, 0, TOTAL)
     positions = torch.arange(TOTAL)
     mask = grouped_mask(visibility(positions[-5:], positions, causal=True, window=window), HEADS // KV_HEADS, dtype)
     expected = torch.from_numpy(attended(queries, keys, values, window))
@@ -69,7 +69,7 @@ def test_what_is_kept_is_put_back_as_it_is(page_rows: int | None) -> None:
         assert AttentionView(one, slice(None), which).read(7, 7).dtype is FLOAT8
 
     other.reserve(TOTAL)
-    for own, expected in zip(other.span(0, 33), one.span(0, 33), strict=True):
+    for own, expected in zip(other.span(0, 0, 33), one.span(0, 0, 33), strict=True):
         assert torch.equal(own[:, 3:], expected[:, 3:])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from services.errors import ResourceExhausted
+from shard_worker.cache import attention_cache
 from shard_worker.cache.attention_cache import AttentionCache, AttentionView
 from shard_worker.cache.kept_pages import KeptRows
 from shard_worker.cache.page_pool import PagePool
@@ -18,24 +19,32 @@ from shard_worker.cache.prefix_state import GroupKind, Part, StateView, TensorGr
 from shard_worker.device.devices import Device, free_bytes
 from tests.shard_worker.model.kernels.machine import ON_GPU, device
 
-CAPACITY, PAGE, WINDOW, RING = 40, 4, 6, 12
+CAPACITY, PAGE, WINDOW, CUT = 40, 4, 6, 3
 CPU = torch.device("cpu")
-SHAPES = {"stage": (2, 2, 4), "draft": (1, 1, 2), "ring": (1, 1, 2)}
+SHAPES = {"stage": (2, 2, 4), "draft": (1, 1, 2), "sliding": (1, 1, 2)}
 """Of each cache of a session: layers, heads and head size."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    """Have memory behind windows given back soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_cache, "CUT_ROWS", CUT)
+        yield
 
 
 def cache(pool: PagePool, name: str = "stage") -> AttentionCache:
     """Return an empty cache of a session."""
     layers, heads, dim = SHAPES[name]
-    ring = RING if name == "ring" else None
-    return AttentionCache(layers, heads, CAPACITY, dim, torch.empty(0), PAGE, ring, pool=pool)
+    window = WINDOW if name == "sliding" else None
+    return AttentionCache(layers, heads, CAPACITY, dim, torch.empty(0), PAGE, window, pool=pool)
 
 
 def group(name: str) -> TensorGroup:
     """Return what a snapshot keeps of the keys, or of the values, of a cache."""
     layers, heads, dim = SHAPES[name]
     names = tuple(f"{name}.{layer}" for layer in range(layers))
-    return TensorGroup(GroupKind.ROWS, names, (heads, dim), torch.float32, WINDOW if name == "ring" else None)
+    return TensorGroup(GroupKind.ROWS, names, (heads, dim), torch.float32, WINDOW if name == "sliding" else None)
 
 
 STATE = TensorGroup(GroupKind.STATE, ("state",), (3,), torch.float32)
@@ -56,12 +65,12 @@ class Session:
 
     @property
     def groups(self) -> list[TensorGroup]:
-        return [*(group(name) for name in self.caches for _ in (0, 1)), *([STATE] if "ring" in self.caches else [])]
+        return [*(group(name) for name in self.caches for _ in (0, 1)), *([STATE] if "sliding" in self.caches else [])]
 
     @property
     def views(self) -> list[StateView]:
         rows = [AttentionView(cache, slice(None), which) for cache in self.caches.values() for which in (0, 1)]
-        return [*rows, *([WholeView(self.state)] if "ring" in self.caches else [])]
+        return [*rows, *([WholeView(self.state)] if "sliding" in self.caches else [])]
 
     def write(self, first: int, count: int, *, counts: bool = True) -> None:
         """Write random rows. counts: whether they are looked at; otherwise they are of a block that is rejected."""
@@ -78,12 +87,12 @@ class Session:
         """Whether every row that may be looked at is what was written there last."""
         whole = True
         for name, cache in self.caches.items():
-            first = max(0, self.length - WINDOW) if name == "ring" else 0
+            first = max(0, self.length - WINDOW) if name == "sliding" else 0
             for which in (0, 1):
                 rows = self.written[name][:, which, :, first : self.length]
                 whole &= torch.equal(cache.read(slice(None), which, first, self.length), rows)
-                if name != "ring" and self.length:
-                    whole &= torch.equal(cache.span(0, self.length)[which], rows[0])
+                if name != "sliding" and self.length:
+                    whole &= torch.equal(cache.span(0, 0, self.length)[which], rows[0])
         return whole
 
 
@@ -103,9 +112,9 @@ class Saved:
 
     def holds(self) -> bool:
         """Whether the prefix's own rows are still what was kept."""
-        first, last, items = self.part
+        _, last, items = self.part
         return all(
-            torch.equal(rows.read(first, last), self.written[name][:, which, :, first:last])
+            torch.equal(rows.read(rows.kept.first, last), self.written[name][:, which, :, rows.kept.first : last])
             for (name, which), rows in zip(product(self.written, (0, 1)), items, strict=False)
             if isinstance(rows, KeptRows)
         )
@@ -122,7 +131,7 @@ class Saved:
         self.part = (
             first,
             last,
-            tuple(item.read(first, last).clone() if isinstance(item, KeptRows) else item for item in items),
+            tuple(item.read(item.kept.first, last).clone() if isinstance(item, KeptRows) else item for item in items),
         )
 
 
@@ -130,7 +139,7 @@ class Schedule:
     """Sessions that begin, grow, have blocks rejected, are kept, go on from what was kept, and end, in any order."""
 
     def __init__(self, windowed: bool, pages: int, rng: random.Random) -> None:
-        self.rng, self.names = rng, ("stage", "draft", "ring") if windowed else ("stage", "draft")
+        self.rng, self.names = rng, ("stage", "draft", "sliding") if windowed else ("stage", "draft")
         self.pool = PagePool()
         self.pool.take(pages * PAGE_BYTES["draft"], CPU)
         self.sessions: list[Session] = []
@@ -148,13 +157,15 @@ class Schedule:
             return
         session.write(session.length, count)
         session.length += count
+        for one in session.caches.values():
+            one.let_go(session.length)
         if rejected := self.rng.randrange(4):
             session.write(session.length, rejected, counts=False)
 
     def write_again(self) -> None:
         """Write where others may read. No session does that; it would not show there all the same."""
         session = self.any_session()
-        if "ring" not in self.names and session.length:
+        if "sliding" not in self.names and session.length:
             session.parent = None
             first = self.rng.randrange(session.length)
             session.write(first, min(self.rng.randint(1, 5), session.length - first))
@@ -170,7 +181,7 @@ class Schedule:
         if not self.saved:
             return
         saved, session = self.rng.choice(self.saved), Session(self.pool, self.names)
-        shorter = 0 if "ring" in self.names else self.rng.choice((0, 0, 3))
+        shorter = 0 if "sliding" in self.names else self.rng.choice((0, 0, 3))
         length = max(1, saved.length - shorter)
         copy_in(session.groups, session.views, saved.chain, length)
         session.length = length
@@ -178,7 +189,7 @@ class Schedule:
             session.written[name][:, :, :, :length] = rows[:, :, :, :length]
         if length == saved.length:
             session.parent = saved
-            assert "ring" not in self.names or torch.equal(session.state, saved.state)
+            assert "sliding" not in self.names or torch.equal(session.state, saved.state)
         self.sessions.append(session)
 
     def leave_the_device(self) -> None:
@@ -320,8 +331,9 @@ def test_a_page_that_went_to_the_host_goes_there_again_with_what_came_since() ->
     assert torch.equal(kept[1].read(slice(None), 0, 6, 8), session.read(slice(None), 0, 6, 8))
 
 
-def test_what_a_cpu_writes_is_what_counts() -> None:
+def test_what_a_cpu_writes_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session may be as long as it likes: rows count as they are written, some hundred at a time."""
+    monkeypatch.setattr(attention_cache, "PAGE_ROWS", 256)
     pool = PagePool()
     pool.take(1 << 20, None)
     session = AttentionCache(1, 1, 1 << 20, 64, torch.empty(0), pool=pool)

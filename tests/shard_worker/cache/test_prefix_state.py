@@ -1,4 +1,4 @@
-"""Copying a prefix's state out of a session's memory and into another's: rows, rings, state, chains and cuts.
+"""Copying a prefix's state out of a session's memory and into another's: rows, windows, state, chains and cuts.
 
 The yardstick is the whole history of every row, which no session keeps.
 """
@@ -47,35 +47,30 @@ def history(group: TensorGroup) -> torch.Tensor:
 HISTORY = {group: history(group) for group in GROUPS}
 
 
-def rows_view(group: TensorGroup, slots: int | None = None) -> AttentionView:
-    """Keys of as many layers as the group has names, all NaN; with slots, a ring of so many."""
+def rows_view(group: TensorGroup) -> AttentionView:
+    """Keys of as many layers as the group has names, all NaN."""
     heads, dim = group.extents
     like = torch.empty(0, dtype=group.dtype)
-    cache = AttentionCache(len(group.names), heads, TOTAL, dim, like, ring=slots)
+    cache = AttentionCache(len(group.names), heads, TOTAL, dim, like, window=group.window)
     cache.pages[0].fill_(torch.nan)
     return AttentionView(cache, slice(None), 0)
 
 
 def memory_of(view: AttentionView) -> torch.Tensor:
-    """All slots in their order: [names, heads, slots, dim]."""
+    """All positions in their order: [names, heads, TOTAL, dim]."""
     return view.cache.pages[0][:, 0]
 
 
 class Memory:
     """A session's memory that has seen some tokens, in the views of all groups; what it has not seen is NaN."""
 
-    def __init__(self, seen: int = 0, *, groups: Sequence[TensorGroup] = GROUPS, slots: int = 11) -> None:
+    def __init__(self, seen: int = 0, *, groups: Sequence[TensorGroup] = GROUPS) -> None:
         self.views: list[StateView] = []
         for group in groups:
             history = HISTORY[group]
-            if group.window is not None:
-                ring = rows_view(group, slots)
-                for token in range(seen):
-                    memory_of(ring)[:, :, token % slots] = history[:, :, token]
-                self.views.append(ring)
-            elif group.kind is GroupKind.ROWS:
-                rows = rows_view(group)
-                memory_of(rows)[:, :, :seen] = history[:, :, :seen]
+            if group.kind is GroupKind.ROWS:
+                rows, first = rows_view(group), group.first_row(0, seen)
+                memory_of(rows)[:, :, first:seen] = history[:, :, first:seen]
                 self.views.append(rows)
             else:
                 self.views.append(
@@ -95,17 +90,16 @@ class Memory:
             if group.kind is not GroupKind.ROWS:
                 whole &= torch.equal(view.read(0, length), history[length - 1])
                 continue
-            first = max(0, length - group.window) if group.window is not None else 0
+            first = group.first_row(0, length)
             assert isinstance(view, AttentionView)
-            for token in range(first, length):
-                whole &= torch.equal(memory_of(view)[:, :, token % view.cache.slots], history[:, :, token])
+            whole &= torch.equal(memory_of(view)[:, :, first:length], history[:, :, first:length])
         return whole
 
 
-def saved(lengths: Sequence[int], groups: Sequence[TensorGroup] = GROUPS, slots: int = 11) -> Chain:
+def saved(lengths: Sequence[int], groups: Sequence[TensorGroup] = GROUPS) -> Chain:
     """A chain of snapshots, each taken by a session at its length."""
     return [
-        (first, last, copy_out(groups, Memory(last, groups=groups, slots=slots).views, first, last))
+        (first, last, copy_out(groups, Memory(last, groups=groups).views, first, last))
         for first, last in pairwise([0, *lengths])
     ]
 
@@ -150,23 +144,6 @@ def test_only_rows_that_all_stay_can_be_trimmed() -> None:
 # --- views
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 8])
-def test_a_ring_is_read_and_written_around_its_end(slots: int) -> None:
-    """Row t lies in slot t modulo slots: any run of at most as many rows comes out in order and goes back in place."""
-    history = HISTORY[WINDOW][0]
-    for last in range(1, TOTAL):
-        memory = Memory(last, groups=(WINDOW,), slots=slots)
-        for first in range(max(0, last - slots), last):
-            rows = memory.views[0].read(first, last)
-            assert torch.equal(rows[0], history[:, first:last])
-            other = rows_view(WINDOW, slots)
-            other.write(rows, first, last)
-            written = [token % slots for token in range(first, last)]
-            [slots_held] = memory_of(other)
-            assert torch.equal(slots_held[:, written], history[:, first:last])
-            assert slots_held.isnan().all(-1).all(0).tolist() == [slot not in written for slot in range(slots)]
-
-
 def test_rows_are_written_where_they_belong_and_nowhere_else() -> None:
     """Putting rows back touches no other row of the session."""
     history = HISTORY[ROWS]
@@ -183,12 +160,11 @@ def test_rows_are_written_where_they_belong_and_nowhere_else() -> None:
 # --- out and in
 
 
-@pytest.mark.parametrize("slots", [7, 8, 11, 60])
-def test_one_snapshot_brings_everything_back(slots: int) -> None:
+def test_one_snapshot_brings_everything_back() -> None:
     """A session of any length restored from one snapshot is where the saving one was."""
     for length in range(1, TOTAL):
-        memory = Memory(slots=13)
-        copy_in(GROUPS, memory.views, saved([length], slots=slots), length)
+        memory = Memory()
+        copy_in(GROUPS, memory.views, saved([length]), length)
         assert memory.holds(length)
         assert not memory.holds(length - 1) or length == 1
 
@@ -198,9 +174,9 @@ def test_a_chain_brings_everything_back(seed: int) -> None:
     """Snapshots that build on each other at any lengths give the state behind the last one, the window included."""
     rng = random.Random(seed)
     lengths = sorted(rng.sample(range(1, TOTAL), rng.randrange(2, 9)))
-    chain = saved(lengths, slots=rng.choice([7, 9, 15]))
+    chain = saved(lengths)
     for count in range(1, len(lengths) + 1):
-        memory = Memory(slots=rng.choice([7, 10, 15, 50]))
+        memory = Memory()
         copy_in(GROUPS, memory.views, chain[:count], lengths[count - 1])
         assert memory.holds(lengths[count - 1])
 
@@ -223,7 +199,7 @@ def test_copies_are_copies() -> None:
     copies = copy_out(GROUPS, memory.views, 0, 20)
     memory.clear()
     for _ in range(2):
-        restored = Memory(slots=13)
+        restored = Memory()
         copy_in(GROUPS, restored.views, [(0, 20, copies)], 20)
         assert restored.holds(20)
         restored.clear()

@@ -12,6 +12,7 @@ from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.drafting.link import LocalDraftLink
+from shard_worker.ops.attention import first_seen
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
@@ -53,11 +54,8 @@ async def reached(
             await thread.submit(catch_up)
 
 
-async def memory_of(client: Client, *, window: int | None = None) -> Memory:
-    """Return copies of all rows and states of the committed tokens, by layer.
-
-    window: how many tokens sliding layers of the draft look back; their older rows are left out.
-    """
+async def memory_of(client: Client) -> Memory:
+    """Return copies of all rows and states of the committed tokens that the next ones see, by layer."""
     memory: Memory = {}
     for session in stages_of(client):
         state, stage = session.state, session.host.stage
@@ -70,8 +68,9 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
                     memory[f"{layer}.conv"] = caches.recurrent.conv[slot, : caches.recurrent.taps - 1].clone()
                 else:
                     cache = caches.attention_of(stage.config.attention(layer))
+                    first = first_seen(state.length, cache.window)
                     for which, what in enumerate("kv"):
-                        [rows] = cache.read(slice(slot, slot + 1), which, 0, state.length)
+                        [rows] = cache.read(slice(slot, slot + 1), which, first, state.length)
                         memory[f"{layer}.{what}"] = rows.clone()
     if (draft := draft_of(client)) is not None:
         last = stages_of(client)[-1]
@@ -79,12 +78,10 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
         catch_up = last.draft.catch_up if isinstance(last.draft, LocalDraftLink) else int
         await reached(last.host.thread, draft, client.length, catch_up)
         for layer, (kind, slot) in enumerate(draft.layers):
-            seen = draft.length
-            if kind == "sliding_attention" and window is not None:
-                seen = min(window, seen)
+            cache = draft.caches[kind]
+            first = first_seen(draft.length, cache.window)
             for which, what in enumerate("kv"):
-                cache = draft.caches[kind]
-                [rows] = cache.read(slice(slot, slot + 1), which, draft.length - seen, draft.length)
+                [rows] = cache.read(slice(slot, slot + 1), which, first, draft.length)
                 memory[f"draft.{layer}.{what}"] = rows.clone()
     return memory
 

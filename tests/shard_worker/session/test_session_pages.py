@@ -49,33 +49,33 @@ def pages(monkeypatch: pytest.MonkeyPatch, make_chain: MakeChain) -> Iterator[No
 
 
 @pytest.mark.parametrize("draft", ["session", "sliding"])
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", (3,))])
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", (3,)), ("qwen3-sliding", (3,)), ("gpt_oss", ())])
 async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
 ) -> None:
     """From every kept length, several at once and in a longer session, here and where the prefix was imported."""
-    prompt, window = ids(31), 10 if draft == "sliding" else None
+    prompt = ids(31)
     chain, there = make_chain(name, cuts, draft), make_chain(name, (2,), draft)
     async with chain.session() as client:
-        truth = await go_on(client, prompt, True, window=window)
+        truth = await go_on(client, prompt, True)
     async with chain.session() as client:
-        memories = await save_along(client, prompt, window=window)
-        assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+        memories = await save_along(client, prompt)
+        assert (await go_on(client, prompt, True))[:2] == truth[:2]
     for length, memory in zip(LENGTHS, memories, strict=True):
         async with chain.session() as first, chain.session(max_length=350) as second:
             for client in (first, second):
                 await client.restore(f"at {length}", prompt[:length])
             for client in (first, second):
-                assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+                assert (await go_on(client, prompt, True))[:2] == truth[:2]
         async with chain.session() as client:
             await client.restore(f"at {length}", prompt[:length])
-            assert differing(await memory_of(client, window=window), memory) == []
+            assert differing(await memory_of(client), memory) == []
     await imported(await exported(chain, "at 18"), there)
     await imported(await exported(chain, "at 30", 18, "at 18"), there)
     async with there.session() as client:
         await client.restore("at 30", prompt[:30])
-        assert differing(await memory_of(client, window=window), memories[2]) == []
-        assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+        assert differing(await memory_of(client), memories[2]) == []
+        assert (await go_on(client, prompt, True))[:2] == truth[:2]
 
 
 async def test_pages_are_shared_and_come_back(make_chain: MakeChain) -> None:

@@ -34,13 +34,13 @@ Run = tuple[list[int], list[tuple[int, ...]], Memory]
 """Tokens, draft tokens of each step, and memory."""
 
 
-async def go_on(client: Client, prompt: Sequence[int], drafted: bool, *, window: int | None = None) -> Run:
+async def go_on(client: Client, prompt: Sequence[int], drafted: bool, lengths: Sequence[int] = LENGTHS) -> Run:
     """Go on from where the session is: over the rest of the chunks, the last prompt token and three blocks.
 
     Returns the tokens, the draft tokens of each step, and the memory at the end. Without a draft the draft tokens are
     fixed, and mostly wrong.
     """
-    for first, last in pairwise((0, *LENGTHS)):
+    for first, last in pairwise((0, *lengths)):
         if client.length <= first:
             await client.step(PREFILL, prompt[first:last])
     propose = BLOCK - 1 if drafted else 0
@@ -50,12 +50,10 @@ async def go_on(client: Client, prompt: Sequence[int], drafted: bool, *, window:
         commit, draft_tokens = await client.step(VERIFY, [tokens[-1], *(draft_tokens or (1, 2, 3))], propose)
         tokens += commit.token_ids
         proposals.append(draft_tokens)
-    return tokens, proposals, await memory_of(client, window=window)
+    return tokens, proposals, await memory_of(client)
 
 
-async def save_along(
-    client: Client, prompt: Sequence[int], lengths: Sequence[int] = LENGTHS, *, window: int | None = None
-) -> list[Memory]:
+async def save_along(client: Client, prompt: Sequence[int], lengths: Sequence[int] = LENGTHS) -> list[Memory]:
     """Prefill in chunks that end at the lengths, and keep each prefix upon the one before. Returns the memory at
     each."""
     memories, parent = [], None
@@ -63,7 +61,7 @@ async def save_along(
         await client.step(PREFILL, prompt[first:last])
         saved = await client.save(f"at {last}", parent)
         assert [part.refusal for part in saved.parts] == [""] * len(saved.parts)
-        memories.append(await memory_of(client, window=window))
+        memories.append(await memory_of(client))
         parent = f"at {last}"
     return memories
 
@@ -127,22 +125,56 @@ async def test_any_draft_goes_on_as_well(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str, place: HeadPlace, transport: FeatureTransport
 ) -> None:
     """Full and sliding drafts, beside the stage and in a worker of their own, propose as if nothing had happened."""
-    prompt, window = ids(31), {"session": None, "sliding": 10, "all-sliding": 6}[draft]
+    prompt = ids(31)
     chain = make_chain(name, cuts, draft, place=place, transport=transport)
     async with chain.session() as client:
-        truth = await go_on(client, prompt, True, window=window)
+        truth = await go_on(client, prompt, True)
     assert any(len(set(draft_tokens)) > 1 for draft_tokens in truth[1])
 
     async with chain.session() as client:
-        memories = await save_along(client, prompt, window=window)
+        memories = await save_along(client, prompt)
     for length, memory in zip(LENGTHS, memories, strict=True):
-        # Another size of session: another ring in the draft.
+        # Another size of session: longer pages on a CPU.
         async with chain.session(max_length=350) as client:
             restored = await client.restore(f"at {length}", prompt[:length])
             assert len(restored.parts) == len(cuts) + 2
             assert restored.parts[-1].location.stage is None
-            assert differing(await memory_of(client, window=window), memory) == []
-            tokens, proposals, end = await go_on(client, prompt, True, window=window)
+            assert differing(await memory_of(client), memory) == []
+            tokens, proposals, end = await go_on(client, prompt, True)
+        assert (tokens, proposals) == truth[:2]
+        assert differing(end, truth[2]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "drafted"),
+    [
+        ("qwen3-sliding", (), False),
+        ("qwen3-sliding", (2,), "sliding"),
+        ("mistral-sliding", (1,), False),
+        ("gpt_oss", (2,), False),
+        ("gemma4-sharing", (2,), False),
+        ("laguna", (), False),
+    ],
+)
+async def test_a_prefix_holds_what_its_windows_see(
+    make_chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool | str
+) -> None:
+    """Sliding layers of the target, which have given back by then what is behind their windows: a run from every kept
+    length, on a chain of prefixes, has the same tokens and memory."""
+    lengths = (40, 45, 130)
+    prompt, chain = ids(131), make_chain(name, cuts, drafted)
+    async with chain.session() as client:
+        truth = await go_on(client, prompt, bool(drafted), lengths)
+        caches = [cache for stage in stages_of(client) for caches in stage.state.caches for cache in caches.attentions]
+        assert [cache.first > 60 for cache in caches] == [cache.window is not None for cache in caches]
+        assert any(cache.first for cache in caches)
+    async with chain.session() as client:
+        memories = await save_along(client, prompt, lengths)
+    for length, memory in zip(lengths, memories, strict=True):
+        async with chain.session() as client:
+            await client.restore(f"at {length}", prompt[:length])
+            assert differing(await memory_of(client), memory) == []
+            tokens, proposals, end = await go_on(client, prompt, bool(drafted), lengths)
         assert (tokens, proposals) == truth[:2]
         assert differing(end, truth[2]) == []
 
@@ -371,9 +403,9 @@ async def test_a_cut_prefix_has_no_logits(tiny: Tiny, make_chain: MakeChain) -> 
         assert await client.plain(prompt[20:], 5) == truth[:5]
 
 
-@pytest.mark.parametrize(("name", "draft"), [("qwen3_5", False), ("qwen3", "sliding")])
+@pytest.mark.parametrize(("name", "draft"), [("qwen3_5", False), ("qwen3", "sliding"), ("gpt_oss", False)])
 async def test_state_and_windows_cannot_be_cut(make_chain: MakeChain, name: str, draft: bool | str) -> None:
-    """A recurrent state, and a draft that kept only its window, serve their own length and no other."""
+    """A recurrent state, and a target or a draft that kept only its window, serve their own length and no other."""
     prompt = ids(31)
     chain = make_chain(name, (), draft)
     async with chain.session() as client:

@@ -51,16 +51,14 @@ def forgotten(make_chain: MakeChain) -> Iterator[None]:
             store.budget_bytes = BUDGET
 
 
-async def saved(
-    chain: Chain, prompt: Sequence[int], lengths: Sequence[int] = LENGTHS, window: int | None = None
-) -> Memory:
+async def saved(chain: Chain, prompt: Sequence[int], lengths: Sequence[int] = LENGTHS) -> Memory:
     """Keep prefixes of these lengths, each upon the one before; what the session remembers at the end."""
     async with chain.session() as client:
         for first, last in pairwise((0, *lengths)):
             await client.step(PREFILL, prompt[first:last])
             kept = await client.save(f"at {last}", f"at {first}" if first else None)
             assert not any(part.refusal for part in kept.parts)
-        return await memory_of(client, window=window)
+        return await memory_of(client)
 
 
 class Parts:
@@ -208,9 +206,9 @@ async def test_another_split_takes_a_prefix_up(
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 async def test_parts_of_a_prefix_travel_one_by_one(make_chain: MakeChain, name: str, draft: str) -> None:
     """Only rows behind a parent travel with a later part; together with the first one they are the whole."""
-    prompt, window = ids(30), {"session": None, "sliding": 10, "all-sliding": 6}[draft]
+    prompt = ids(30)
     here, there = make_chain(name, (2,), draft), make_chain(name, (3,), draft)
-    memory = await saved(here, prompt, window=window)
+    memory = await saved(here, prompt)
 
     first = await exported(here, "at 18")
     # From where no snapshot of this chain ends.
@@ -223,7 +221,7 @@ async def test_parts_of_a_prefix_travel_one_by_one(make_chain: MakeChain, name: 
 
     async with there.session() as client:
         await client.restore("at 30", prompt)
-        assert differing(await memory_of(client, window=window), memory) == []
+        assert differing(await memory_of(client), memory) == []
     assert [store.free("at 18") for store in there.stores] == [0, 0]
 
 
@@ -232,8 +230,8 @@ async def test_a_part_may_begin_anywhere(make_chain: MakeChain, cut: int) -> Non
     """A worker that has its own beginning of the prefix takes just the rows behind it."""
     prompt = ids(30)
     here, there = make_chain("qwen3_5", (3,), "sliding"), make_chain("qwen3_5", (), "sliding")
-    memory = await saved(here, prompt, window=10)
-    own = await saved(there, prompt, (cut,), window=10)
+    memory = await saved(here, prompt)
+    own = await saved(there, prompt, (cut,))
 
     rest = await exported(here, "at 30", cut, f"at {cut}")
     assert {header.first_token for header in rest.headers} == {cut}
@@ -241,7 +239,7 @@ async def test_a_part_may_begin_anywhere(make_chain: MakeChain, cut: int) -> Non
 
     async with there.session() as client:
         await client.restore("at 30", prompt)
-        now = await memory_of(client, window=10)
+        now = await memory_of(client)
     for name, tensor in memory.items():
         if name.endswith(("recurrent", "conv")):
             assert torch.equal(now[name], tensor)

@@ -26,13 +26,13 @@ def state(run: Run) -> list[torch.Tensor]:
     for stage, memory in zip(run.stages, run.states, strict=True):
         for segment, caches in zip(stage.segments, memory.caches, strict=True):
             for offset, slot in enumerate(segment.slots):
-                if stage.config.layer_kinds[segment.layers.first + offset] == "linear_attention":
+                layer = segment.layers.first + offset
+                if stage.config.layer_kinds[layer] == "linear_attention":
                     assert caches.recurrent is not None
                     before = caches.recurrent.taps - 1
                     held += [caches.recurrent.state[slot], caches.recurrent.conv[slot, :before]]
                 else:
-                    assert caches.attention is not None
-                    held += [cached[:, : run.length] for cached in caches.attention.span(slot, run.length)]
+                    held += caches.attention_of(stage.config.attention(layer)).span(slot, 0, run.length)
     return [one.clone() for one in held]
 
 

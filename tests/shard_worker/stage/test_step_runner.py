@@ -89,12 +89,13 @@ class Session:
 
 
 def steps(session: Session, tokens: list[int]) -> list[torch.Tensor]:
-    """A prefill, single rows, and blocks of which a part counts: the logits of all."""
+    """A prefill, single rows, blocks of which a part counts, and behind the first page more of the prefill, where
+    sliding layers give it back: the logits of all."""
     rows = [session(tokens[:250])]
     at = 250
-    for count, kept in ((1, 1), (1, 1), (8, 3), (16, 16), (1, 1), (5, 1), (16, 7), (1, 1)):
-        rows.append(session(tokens[at : at + count], uncommitted=count > 1))
-        if count > 1:
+    for count, kept in ((1, 1), (1, 1), (8, 3), (40, 40), (16, 16), (1, 1), (5, 1), (16, 7), (1, 1)):
+        rows.append(session(tokens[at : at + count], uncommitted=1 < count < 40))
+        if 1 < count < 40:
             session.commit(kept)
         at += kept
     assert session.state.length == at

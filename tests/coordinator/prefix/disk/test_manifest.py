@@ -20,12 +20,13 @@ from coordinator.prefix.disk.manifest import (
     part_file,
     planned_part,
 )
-from coordinator.prefix.lineage import Lineage
+from coordinator.prefix.lineage import WINDOWS, Lineage
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotHeader
 from tests.coordinator.prefix.disk.exports import DRAFT, DRAFTED, FINGERPRINTS, LAYERS, PLAIN, STAGE, ids, tensors
 
 FLOAT8 = replace(DRAFTED, kv_dtype="float8_e4m3fn")
+SLIDING = replace(DRAFTED, kept_rows=WINDOWS)
 
 
 def manifest(lineage: Lineage = DRAFTED, count: int = 20, first: int = 8) -> Manifest:
@@ -51,7 +52,7 @@ def manifest(lineage: Lineage = DRAFTED, count: int = 20, first: int = 8) -> Man
     )
 
 
-@pytest.mark.parametrize("lineage", [PLAIN, DRAFTED, FLOAT8])
+@pytest.mark.parametrize("lineage", [PLAIN, DRAFTED, FLOAT8, SLIDING])
 @pytest.mark.parametrize("first", [0, 8])
 def test_there_and_back(lineage: Lineage, first: int) -> None:
     """Nothing is lost, all tokens are in it."""
@@ -61,14 +62,13 @@ def test_there_and_back(lineage: Lineage, first: int) -> None:
     assert json.loads(data)["token_ids"] == list(ids(20))
 
 
-def test_keys_and_values_of_another_type_are_another_lineage() -> None:
+def test_other_keys_and_values_are_another_lineage() -> None:
     """Without one, names and manifests are those from before there was a choice: what was kept then stays of use."""
     assert PLAIN.key == "2004f066cf6315be42831267e632cc69"
     assert DRAFTED.snapshot_id((1, 2, 3)) == "e4b944683043888f3b0977a054ae428accde1adf"
-    assert "kv_dtype" not in json.loads(manifest().to_json())
-    assert (
-        len({lineage.key for lineage in (PLAIN, DRAFTED, FLOAT8, replace(FLOAT8, draft=None, draft_dtype=None))}) == 4
-    )
+    assert not {"kv_dtype", "kept_rows"} & json.loads(manifest().to_json()).keys()
+    lineages = PLAIN, DRAFTED, FLOAT8, replace(FLOAT8, draft=None, draft_dtype=None), SLIDING
+    assert len({lineage.key for lineage in lineages}) == 5
     value = json.loads(manifest(FLOAT8).to_json())
     assert value["kv_dtype"] == "float8_e4m3fn"
     for other in ({**value, "kv_dtype": "float16"}, {**value, "kv_dtype": None}, {**value, "kv_dtype": 5}):

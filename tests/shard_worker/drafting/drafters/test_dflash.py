@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
+from shard_worker.cache import attention_cache
 from shard_worker.drafting.choosers.dspark import LEAST_CHANCE
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters import drafter_of
@@ -119,7 +120,7 @@ def assert_dense(own: torch.Tensor, expected: DraftOutput) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("length", [0, 1, 4, 11, 18, 19, 70])
 def test_a_block_is_the_dense_formula(make_pair: MakePair, name: str, length: int) -> None:
-    """Hidden rows and logits are the formulas' for every shape, before and after the rings have wrapped."""
+    """Hidden rows and logits are the formulas' for every shape, before and after windows have ended."""
     draft, dense = make_pair(name)
     joined = context(draft, length)
     state = draft.allocate(100)
@@ -356,13 +357,20 @@ def test_what_a_block_depends_on(make_pair: MakePair) -> None:
             assert (block - other).abs().max() > 1e-2
 
 
-def test_a_sliding_layer_keeps_no_more_than_it_can_see(make_pair: MakePair) -> None:
-    """A sliding layer's memory is its window and a block, whatever the session's length."""
-    state = make_pair("sliding")[0].allocate(4000)
-
-    assert [state.caches[kind].slots for kind, _ in state.layers] == [10 + BLOCK, 4000 + BLOCK]
-    for cache in state.caches.values():
-        assert [page.shape[3] for page in cache.pages] == [cache.slots]
+@pytest.mark.parametrize("step", [1, 300])
+def test_a_sliding_layer_keeps_no_more_than_it_can_see(make_pair: MakePair, step: int) -> None:
+    """What is behind a sliding layer's window gives its memory back as the context grows, and is not even stored where
+    many rows come at once; its blocks are the dense formula's all the same."""
+    draft, dense = make_pair("sliding")
+    state, joined = draft.allocate(4000), context(draft, 600)
+    for rows in joined.split(step):
+        feed(draft, state, rows)
+    sliding, full = (state.caches[kind] for kind, _ in state.layers)
+    most = 10 + attention_cache.CUT_ROWS + attention_cache.PAGE_ROWS
+    assert sliding.size_bytes * 600 == full.size_bytes * (600 - sliding.first)
+    assert 600 - sliding.first <= most
+    assert sliding.shortest <= 600 - attention_cache.CUT_ROWS
+    assert_dense(propose(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
 
 
 def test_a_draft_may_run_in_another_dtype(tiny: Tiny) -> None:

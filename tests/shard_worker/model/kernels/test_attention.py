@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
+from services.model.cached_tensors import PAGE_ROWS
+from shard_worker.cache.attention_cache import AttentionCache
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu

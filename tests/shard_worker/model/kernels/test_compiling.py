@@ -40,7 +40,7 @@ def check_layouts(kernels: list[Compiled]) -> None:
     found: dict[tuple[object, ...], set[tuple[str, ...]]] = {}
     for kernel in kernels:
         if kernel.kernel == "attention._attend":
-            key = (kernel.target, kernel.case, *(kernel.constants[name] for name in ("DIM", "RING", "CAUSAL")))
+            key = (kernel.target, kernel.case, *(kernel.constants[name] for name in ("DIM", "WINDOW", "CAUSAL")))
             found.setdefault(key, set()).add(kernel.layouts)
     assert found
     assert {key: layouts for key, layouts in found.items() if len(layouts) > 1} == {}

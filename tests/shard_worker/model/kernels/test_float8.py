@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
+from services.model.cached_tensors import PAGE_ROWS
+from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.ops.float8 import FLOAT8, narrowed, widened
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, apply_rope

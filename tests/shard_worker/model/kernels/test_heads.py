@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.model.cached_tensors import PAGE_ROWS
 from services.model.rope import Rope, YarnScaling
-from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
+from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, apply_rope, rope_table as plain_table
 from tests.shard_worker.model.kernels.machine import DTYPE, device, places_of

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
+from services.model.cached_tensors import PAGE_ROWS
+from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.ops.rope import Rotation
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
