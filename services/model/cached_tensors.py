@@ -20,9 +20,13 @@ elsewhere."""
 def held_positions(length: int, window: int | None, step_rows: int = 1) -> int:
     """Return for how many positions a session of `length` tokens has memory at most, in layers that look at so many.
 
-    window: None for all. step_rows: rows of a step at its end, before which nothing is given back.
+    window: None for all. step_rows: rows of a step at its end, before which nothing is given back. What is behind the
+    window and less than a page is there too, and pages are whole.
     """
-    return length if window is None else min(length, window + CUT_ROWS + PAGE_ROWS + step_rows)
+    if window is None:
+        return length
+    pages = -(-(PAGE_ROWS - 1 + CUT_ROWS + window - 1 + step_rows) // PAGE_ROWS)
+    return min(length, pages * PAGE_ROWS)
 
 
 class Per(StrEnum):

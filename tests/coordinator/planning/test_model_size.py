@@ -15,6 +15,7 @@ from coordinator.planning.model_size import read_model_size
 from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
+from services.model.cached_tensors import PAGE_ROWS
 from services.model.quantization import Quantization, QuantizedTo
 from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cache.recurrent_cache import RecurrentCache
@@ -136,9 +137,10 @@ def test_what_sliding_layers_give_back_is_not_counted(tmp_path: Path) -> None:
         caches.reserve(length)
         caches.let_go(length)
         most = max(most, caches.size_bytes)
-        # But for the first two, before something is given back.
         if length in (1, 500, 550, 806, 3878):
-            assert most <= cache_bytes(models, share, length, 1) < most * 1.02
+            # Pages are counted whole, and the four layers' rows on a CPU come and go one by one.
+            unused = 0 if length <= 550 else 4 * token_bytes * PAGE_ROWS
+            assert most <= cache_bytes(models, share, length, 1) <= most + unused
             assert [layer.context_bytes(length) for layer in target.layers[1:3]] == [
                 token_bytes * min(length, 40),
                 token_bytes * length,
@@ -182,7 +184,6 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
 
     assert size.cpu_bytes == draft.weight_bytes
     assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
-    # The last ones are before something is given back.
     for length in (1, 31, 200, 542, 798, 2078):
         state, block = draft.allocate(length), draft.config.block_size
         sizes = []
@@ -191,7 +192,10 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
                 cache.let_go(end - block)
                 cache.reserve(end)
             sizes.append(state.size_bytes)
-        assert max(sizes) <= size.cache_bytes(length) < max(sizes) * 1.02
+        row_bytes = size.cache_bytes(1) // (1 + block)
+        # Pages of a layer that slides are counted whole, and rows on a CPU come and go one by one.
+        unused = 0 if length <= 542 or draft.config.window is None else row_bytes * PAGE_ROWS
+        assert max(sizes) <= size.cache_bytes(length) <= max(sizes) + unused
 
 
 def test_a_selector_is_counted_where_logits_are_made(pairs: Pairs, tmp_path: Path) -> None:
