@@ -108,7 +108,7 @@ def held_length(resting: RestingSession, request: OpenSession, stage: Stage, nee
         stage.commit(state, agreed)
     state.pending = state.ahead = 0
     least = state.shortest
-    if not state.is_recurrent:
+    if not stage.is_recurrent:
         # The next step begins with the last token.
         agreed = min(agreed, len(rest.token_ids) - 1)
     draft = None if request.draft is None else resting.draft
@@ -124,7 +124,7 @@ def held_length(resting: RestingSession, request: OpenSession, stage: Stage, nee
         agreed = needed
     if agreed < max(rest.first_position, least, 1):
         return 0
-    if state.is_recurrent and request.block_rows > resting.request.block_rows and agreed < len(rest.token_ids) - 1:
+    if stage.is_recurrent and request.block_rows > resting.request.block_rows and agreed < len(rest.token_ids) - 1:
         # Its memory is not made for the blocks in which the rest would be computed.
         return 0
     if draft is not None and not draft.cut(agreed):

@@ -57,11 +57,6 @@ class StageState:
         return sum(caches.size_bytes for caches in self.caches)
 
     @property
-    def is_recurrent(self) -> bool:
-        """Whether any layer has a recurrent state."""
-        return any(caches.recurrent is not None for caches in self.caches)
-
-    @property
     def shortest(self) -> int:
         """The fewest tokens that its committed ones can be cut to."""
         return max((caches.shortest(self.length) for caches in self.caches), default=0)

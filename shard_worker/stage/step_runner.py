@@ -85,11 +85,6 @@ class StepRunner:
         """The kind of step that `release` let begin and `run` was not called for yet, None where there is none."""
         return None if self._released is None else self._released.variant
 
-    @property
-    def has_recurrent_layers(self) -> bool:
-        """Whether layers of the segment keep a recurrent state, which a step must advance only once."""
-        return self._has_recurrent_layers
-
     def takes(self, rows: int, *, uncommitted: bool) -> bool:
         """Return whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
         return rows == 1 or (uncommitted and rows <= ROW_COUNTS[-1])

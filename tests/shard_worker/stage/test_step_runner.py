@@ -381,7 +381,7 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             stage.prelaunch(state, 1, known=asked if right else replace(asked, token_ids=(tokens[at] + 1,)))
             if turn % 3:
                 stage.release(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
-                assert (runner.released is not None) == (turn % 4 != 3 or not runner.has_recurrent_layers)
+                assert (runner.released is not None) == (turn % 4 != 3 or not stage.is_recurrent)
         output = stage.step(state, tokens[at : at + 1], None, uncommitted=False, hidden=hidden)
         assert output.on_host is not None
         made.append(output.on_host.wait().clone())
