@@ -33,22 +33,22 @@ async def test_a_session_restored_on_a_gpu_goes_on(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
 ) -> None:
     """From every kept length and from an imported prefix: tokens, draft tokens and memory are the same."""
-    prompt, window = ids(31), 10 if draft == "sliding" else None
+    prompt = ids(31)
     gpu = best_devices()[0]
     here, there = make_chain(name, cuts, draft, devices=gpu), make_chain(name, (2,), draft, devices=gpu)
     async with here.session() as client:
-        truth = await go_on(client, prompt, True, window=window)
+        truth = await go_on(client, prompt, True)
     async with here.session() as client:
-        memories = await save_along(client, prompt, window=window)
-        assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+        memories = await save_along(client, prompt)
+        assert (await go_on(client, prompt, True))[:2] == truth[:2]
     await imported(await exported(here, "at 18"), there)
     await imported(await exported(here, "at 30", 18, "at 18"), there)
     for chain in (here, there):
         for length, memory in zip((18, 30), memories[1:], strict=True):
             async with chain.session() as client:
                 await client.restore(f"at {length}", prompt[:length])
-                assert differing(await memory_of(client, window=window), memory) == []
-                assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+                assert differing(await memory_of(client), memory) == []
+                assert (await go_on(client, prompt, True))[:2] == truth[:2]
     async with here.session() as client:
         await client.restore("at 30", prompt[:30])
         resumed, _ = await client.resume(BLOCK - 1)
