@@ -123,8 +123,8 @@ class AttentionCache:
         """The fewest positions that a session can be cut to whose next rows see all that they should."""
         return 0 if self.window is None or not self.first else self.first + self.window - 1
 
-    def let_go(self, length: int) -> None:
-        """Give back the memory of positions that no row sees from CUT_ROWS before position `length` on."""
+    def free_unseen(self, length: int) -> None:
+        """Free the memory of positions that no row sees from CUT_ROWS before position `length` on."""
         if self.window is not None:
             rows = self.page_rows if self._is_paged else PAGE_ROWS
             self.begin_at((length - CUT_ROWS + 1 - self.window) // rows * rows)

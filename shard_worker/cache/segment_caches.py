@@ -111,10 +111,10 @@ class SegmentCaches:
         """Return the fewest positions that these `length` can be cut to: all of them where layers are recurrent."""
         return length if self.recurrent is not None else max((cache.shortest for cache in self.attentions), default=0)
 
-    def let_go(self, length: int) -> None:
-        """Give back the memory of positions that no row from `length` on sees, as `AttentionCache.let_go`."""
+    def free_unseen(self, length: int) -> None:
+        """Free the memory of positions that no row from `length` on sees, as `AttentionCache.free_unseen`."""
         for cache in self.attentions:
-            cache.let_go(length)
+            cache.free_unseen(length)
 
     def views(self) -> list[StateView]:
         """Return a view for each of `state_groups`, in that order."""

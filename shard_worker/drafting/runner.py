@@ -233,7 +233,7 @@ class DFlashRunner:
                 base, end = state.length, state.length + before + count
                 for copy, kind in enumerate(self._kinds):
                     cache = state.caches[kind]
-                    cache.let_go(base)
+                    cache.free_unseen(base)
                     cache.reserve(end)
                     if self._sessions is None:
                         parameters.fill(base, count, copy=copy, attention=cache)

@@ -65,7 +65,7 @@ class StageState:
         """Let the tokens up to `length` count. What no row behind them sees gives its memory back."""
         self.length = length
         for caches in self.caches:
-            caches.let_go(length)
+            caches.free_unseen(length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ class DFlashDraft:
             for state, own in zip(states, places, strict=True):
                 # Of many rows only those that a block may see.
                 cache = state.caches[kind]
-                cache.let_go(state.length + own.stop - own.start)
+                cache.free_unseen(state.length + own.stop - own.start)
                 skipped = max(0, cache.first - state.length)
                 kept = slice(own.start + skipped, own.stop)
                 cache.store(slot, state.length + skipped, keys[kept], projected[kept, 1])

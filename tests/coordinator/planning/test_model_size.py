@@ -135,7 +135,7 @@ def test_what_sliding_layers_give_back_is_not_counted(tmp_path: Path) -> None:
     most, token_bytes = 0, target.layers[0].token_bytes
     for length in range(1, 4001):
         caches.reserve(length)
-        caches.let_go(length)
+        caches.free_unseen(length)
         most = max(most, caches.size_bytes)
         if length in (1, 500, 550, 806, 3878):
             # Pages are counted whole, and the four layers' rows on a CPU come and go one by one.
@@ -189,7 +189,7 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
         sizes = []
         for end in range(1, length + block + 1):
             for cache in state.caches.values():
-                cache.let_go(end - block)
+                cache.free_unseen(end - block)
                 cache.reserve(end)
             sizes.append(state.size_bytes)
         row_bytes = size.cache_bytes(1) // (1 + block)

@@ -67,7 +67,7 @@ def test_what_is_behind_a_window_gives_its_memory_back(page_rows: int | None, st
         length = min(first + step, TOTAL)
         for layer in range(LAYERS):
             cache.store(layer, first, *TOLD[layer, :, :, first:length].transpose(1, 2))
-        cache.let_go(length)
+        cache.free_unseen(length)
         seen = max(0, length - CUT + 1 - WINDOW)
         assert cache.first <= seen
         assert cache.shortest <= max(0, length - CUT)
@@ -101,7 +101,7 @@ def test_the_host_has_its_memory_again() -> None:
         cache.store(0, first, rows, rows)
     [page] = cache.pages
     before = resident_bytes()
-    cache.let_go(16000)
+    cache.free_unseen(16000)
     given_back = before - resident_bytes()
     assert page[:, :, :, cache.first :].eq(1).all()
     # Of 256 bytes a row, up to 16 rows at either end are on pages of the system that stay.

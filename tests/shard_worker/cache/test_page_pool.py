@@ -158,7 +158,7 @@ class Schedule:
         session.write(session.length, count)
         session.length += count
         for one in session.caches.values():
-            one.let_go(session.length)
+            one.free_unseen(session.length)
         if rejected := self.rng.randrange(4):
             session.write(session.length, rejected, counts=False)
 
