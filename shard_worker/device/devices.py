@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import os
 import platform
 import re
@@ -80,9 +81,9 @@ class KernelTarget:
     tile_bytes: the largest tile of keys or values that four warps' registers hold beside the sums of attention, in
     bytes. one_tile_height: whether tiles of more than 16 rows are summed in another order than those of 16.
     tensor_engine: whether an engine of its own fetches tiles, and the matrix instructions behind it sum in the same
-    order as those for 16 rows. lane_order: whether a lane's part of an operand that is made of bytes is known. lack:
-    why the kernels cannot run there, None where they can. float8_lack: why they cannot convert float8_e4m3fn, None
-    where they can.
+    order as those for 16 rows. lane_columns: how many neighbouring columns of an operand that is made of bytes Triton
+    lets a lane multiply, 0 where it is not known. lack: why the kernels cannot run there, None where they can.
+    float8_lack: why they cannot convert float8_e4m3fn, None where they can.
     float32_precision: how products of float32 are made, as Triton's `input_precision`.
     """
 
@@ -93,7 +94,7 @@ class KernelTarget:
     tile_bytes: int
     one_tile_height: bool
     tensor_engine: bool
-    lane_order: bool
+    lane_columns: int
     lack: str | None
     float8_lack: str | None
     float32_precision: str
@@ -120,6 +121,16 @@ def kernel_target(device: torch.device) -> KernelTarget | None:
     return hip_target(properties) if build_vendor() == "hip" else cuda_target(properties)
 
 
+def _lane_columns() -> int:
+    """Return `KernelTarget.lane_columns` of NVIDIA's GPUs: 2, as matrix instructions have them, but 4 up to Triton 3.7,
+    unless four warps multiply together."""
+    try:
+        release = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+    return 4 if tuple(map(int, release.split(".")[:2])) < (3, 8) else 2
+
+
 def cuda_target(properties: Any) -> KernelTarget:
     """Describe one of NVIDIA's GPUs. properties: of `torch.cuda.get_device_properties`."""
     capability = (properties.major, properties.minor)
@@ -140,7 +151,7 @@ def cuda_target(properties: Any) -> KernelTarget:
         # Seen to keep the order on Hopper. Others have such an engine too, but nobody has compared their sums.
         tensor_engine=capability == (9, 0),
         # Blackwell's larger chips take operands from a memory of their own.
-        lane_order=properties.major != 10,
+        lane_columns=0 if properties.major == 10 else _lane_columns(),
         lack=lack(_KERNEL_CAPABILITY),
         float8_lack=lack(_FLOAT8_CAPABILITY),
         # The matrix units know tf32 only. Three passes are as good as float32 but for the last bits, and far faster
@@ -167,7 +178,7 @@ def hip_target(properties: Any) -> KernelTarget:
         # Other heights are other instructions, or lie otherwise over a program's warps.
         one_tile_height=True,
         tensor_engine=False,
-        lane_order=False,
+        lane_columns=0,
         lack=lack,
         float8_lack=None if float8 else f"{architecture} has another 8-bit type, or none",
         float32_precision="ieee",

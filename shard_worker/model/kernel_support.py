@@ -105,7 +105,7 @@ def _reading_lack(device: Device, matrix: Weight) -> str | None:
         return _reading_lack(device, matrix.weight)
     try:
         if isinstance(matrix, PackedWeight):
-            tiling_of(matrix, lanes=False)
+            tiling_of(matrix, lane_columns=0)
         elif isinstance(matrix, TiledWeight):
             # Only where kernels can run is Triton installed.
             from shard_worker.model.kernels.codes import form_of

@@ -366,7 +366,7 @@ def _tiled(packed: PackedRows) -> TiledWeight | None:
     if target is None or not _unpacks_by_kernel(packed.device):
         return None
     try:
-        return TiledWeight(packed, tiling_of(packed.form, lanes=target.lane_order))
+        return TiledWeight(packed, tiling_of(packed.form, lane_columns=target.lane_columns))
     except ValueError:
         # Plain torch multiplies by it, and says why.
         return None

@@ -2,7 +2,9 @@
 
 A tile has 16 rows and up to 64 bytes of each. Its rows lie side by side, so that a warp reads a run of memory, and what
 follows in a row is the next tile. Where it is known which columns a lane multiplies, 16 bytes of a row that a lane
-reads at once are four words, each of another run of 16 bytes: word w of lane t has bytes 16 * w + 4 * t and on.
+reads at once are four words, each of another run of 16 bytes. Of such a run word t, which lane t reads, has bytes
+4 * t and on where a lane multiplies 4 neighbouring columns, and bytes 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9 where
+it multiplies 2.
 Groups' numbers are transposed, those of as many columns as kernels multiply at a time in one word.
 """
 
@@ -91,13 +93,14 @@ class Tiling:
     """How a matrix is cut.
 
     chunk: bytes of a row in a tile. columns: of a row whose groups' numbers are one word, one or two tiles. group: its
-    columns, `ALL_COLUMNS` for one that is a row. lanes: whether bytes are in the order of lanes.
+    columns, `ALL_COLUMNS` for one that is a row. lane_columns: of how many neighbouring
+    columns a lane reads the codes together, 0 where bytes are not in the order of lanes.
     """
 
     chunk: int
     columns: int
     group: int
-    lanes: bool
+    lane_columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class TiledNumbers:
         return dataclasses.replace(self, words=change(self.words), factors=factors)
 
 
-def tiling_of(packed: Packed, *, lanes: bool) -> Tiling:
+def tiling_of(packed: Packed, *, lane_columns: int) -> Tiling:
     """Return how a matrix is cut for kernels. Raises ValueError, with the reason, where they do not know its form."""
     columns, scales, offsets = packed.columns, packed.scales, packed.offsets
     halves = columns // packed.codes.shape[1]
@@ -144,10 +147,10 @@ def tiling_of(packed: Packed, *, lanes: bool) -> Tiling:
     spans = [span for one in numbers if (span := factor_span(one, columns))]
     cuts = ((256, 64), (128, 64), (64, 32)) if halves == 2 else ((128, 64), (64, 64))
     # Two tiles in a turn are more than RDNA's registers hold.
-    for wide, chunk in cuts if lanes else cuts[1:]:
+    for wide, chunk in cuts if lane_columns else cuts[1:]:
         divides = columns % wide == 0 and (group % wide == 0 or wide % group == 0)
         if divides and max(1, wide // group) * bits <= 64 and all(span % wide == 0 for span in spans):
-            return Tiling(chunk, wide, group, lanes)
+            return Tiling(chunk, wide, group, lane_columns)
     raise ValueError(f"no tile fits groups of {scales.group} of its {columns} columns")
 
 
@@ -217,21 +220,21 @@ class TiledWeight(Weight):
         if len(codes) % TILE_ROWS:
             codes = F.pad(codes, (0, 0, 0, -len(codes) % TILE_ROWS))
         tiles = codes.view(-1, TILE_ROWS, held // self.tiling.chunk, *self._plain_shape)
-        order = (0, 2, 1, 4, 3, 5) if self.tiling.lanes else (0, 2, 1, 3)
+        order = (0, 2, 1, 5, 3, 4, 6) if self.tiling.lane_columns else (0, 2, 1, 3)
         there = self.codes[block : block + len(tiles)]
         there.view(len(tiles), held // self.tiling.chunk, TILE_ROWS, *self._held_shape).copy_(tiles.permute(order))
 
     @property
     def _plain_shape(self) -> tuple[int, ...]:
-        """A tile's row as it stands in the matrix: words, lanes, and bytes of a word."""
-        chunk = self.tiling.chunk
-        return (chunk // 16, 4, 4) if self.tiling.lanes else (chunk,)
+        """A tile's row as it stands in the matrix: words, parts of a word, lanes, and bytes of a part."""
+        chunk, part = self.tiling.chunk, self.tiling.lane_columns
+        return (chunk // 16, 4 // part, 4, part) if part else (chunk,)
 
     @property
     def _held_shape(self) -> tuple[int, ...]:
-        """A tile's row as it is held: lanes, words, bytes of a word."""
-        chunk = self.tiling.chunk
-        return (4, chunk // 16, 4) if self.tiling.lanes else (chunk,)
+        """A tile's row as it is held: lanes, words, parts of a word, bytes of a part."""
+        chunk, part = self.tiling.chunk, self.tiling.lane_columns
+        return (4, chunk // 16, 4 // part, part) if part else (chunk,)
 
     @property
     def _numbers_in_word(self) -> int:
@@ -320,7 +323,7 @@ class TiledWeight(Weight):
         else:
             tiles = self.codes.view(len(self.codes), -1, TILE_ROWS, *self._held_shape)
             chosen = tiles[rows // TILE_ROWS, :, rows % TILE_ROWS]
-            codes = (chosen.transpose(2, 3) if self.tiling.lanes else chosen).flatten(1)
+            codes = (chosen.permute(0, 1, 3, 4, 2, 5) if self.tiling.lane_columns else chosen).flatten(1)
         empty = self._empty
         offsets = None if self.offsets is None else self._selected(self.offsets, empty.offsets, rows)
         return empty.with_rows(codes.view(empty.codes.dtype), self._selected(self.scales, empty.scales, rows), offsets)
@@ -328,7 +331,7 @@ class TiledWeight(Weight):
     def _rows_in_order(self, codes: torch.Tensor) -> torch.Tensor:
         """Return blocks of rows [n, TILE_ROWS, tiles, chunk] with their bytes as in the matrix."""
         tiles = codes.view(len(codes), -1, TILE_ROWS, *self._held_shape).transpose(1, 2)
-        return (tiles.transpose(3, 4) if self.tiling.lanes else tiles).flatten(3)
+        return (tiles.permute(0, 1, 2, 4, 5, 3, 6) if self.tiling.lane_columns else tiles).flatten(3)
 
     @staticmethod
     def _selected(numbers: TiledNumbers, like: Any, rows: slice | torch.Tensor) -> Any:

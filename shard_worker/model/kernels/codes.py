@@ -6,8 +6,10 @@ adds to each of its elements by the sum of the activations there. So no element 
 
 Codes are read a tile ahead, from memory to registers: no two warps multiply by the same ones, so that nothing is won
 by bringing them to where others see them. On NVIDIA's GPUs they lie in memory as `weights.tiled` says, so that a thread
-reads those that its lane multiplies, 16 bytes at a time. Which columns an instruction takes together is free as long as
-both operands have them in the same order.
+reads those that its lane multiplies, 16 bytes at a time.
+
+A matrix instruction of theirs sums up the products of 16 columns at once, whatever their order. Which 16 they are is
+the same for any number of rows, so that a row's bits are too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shard_worker.device.devices import KernelTarget
 from shard_worker.model.kernels.sums import row_sums
 from shard_worker.weights.packed import Codes
 from shard_worker.weights.tiled import TiledNumbers, TiledWeight
@@ -46,7 +49,7 @@ class Form(NamedTuple):
 
     codes: as of `Codes`. halves: codes in a byte. origin: of codes. table: what codes of 4 bits stand for, four
     words of four bytes, the first one lowest; None where they stand for themselves. assembly: PTX that makes
-    numbers of four bytes; "" where the compiler is to find out how. lanes: whether bytes are in the order of lanes.
+    numbers of four bytes; "" where the compiler is to find out how. lane_columns: as of `Tiling`.
     chunk: bytes of a row in a tile. columns: of the one or two tiles that are multiplied in a turn, whose groups'
     numbers are one word. group: columns of a group. span: columns whose products are summed up before they are
     scaled. bytes: of them, in a row. scale, offset: types of the groups' numbers, "" for no offsets. scale_span,
@@ -59,7 +62,7 @@ class Form(NamedTuple):
     origin: int
     table: tuple[int, ...] | None
     assembly: str
-    lanes: bool
+    lane_columns: int
     chunk: int
     columns: int
     group: int
@@ -85,8 +88,8 @@ def form_of(weight: TiledWeight) -> Form:
         halves=halves,
         origin=packing.origin,
         table=table,
-        assembly=_assembly(packing.codes, packing.origin, table, exact) if tiling.lanes and exact else "",
-        lanes=tiling.lanes,
+        assembly=_assembly(packing.codes, packing.origin, table, exact) if tiling.lane_columns and exact else "",
+        lane_columns=tiling.lane_columns,
         chunk=tiling.chunk,
         columns=tiling.columns,
         group=tiling.group,
@@ -117,6 +120,12 @@ def _table_words(table: tuple[float, ...] | None) -> tuple[tuple[int, ...] | Non
             bytes_of = [one & 255 for one in whole]
             return tuple(int.from_bytes(bytes(bytes_of[at : at + 4]), "little") for at in range(0, 16, 4)), factor
     raise ValueError(f"its table {table} is not one of whole numbers from -128 to 127, nor of halves or quarters")
+
+
+def multiplies_together(target: KernelTarget | None, width: int, height: int, warps: int) -> bool:
+    """Return whether a tile [width, columns] is multiplied by so many rows of activations with Hopper's instructions
+    for four warps, where Triton chooses them."""
+    return target is not None and target.tensor_engine and warps % 4 == 0 and width % 64 == 0 and height >= 16
 
 
 _SPREAD = "prmt.b32 a, $IN, 0, 0x4140; prmt.b32 b, $IN, 0, 0x4342;"
@@ -214,8 +223,9 @@ def _widened(bits, KIND: tl.constexpr):
 
 @triton.jit
 def _numbers(
-    words, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr
-):
+    words, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, TOGETHER: tl.constexpr, FORM: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
     """Return what codes in words [WIDTH, SIZE / 4] stand for, in rows and columns as they are multiplied: the first
     columns of each block, and the others, both [WIDTH, SIZE] in the activations' type. Where a byte is one code both
     are the same."""
@@ -225,18 +235,18 @@ def _numbers(
                 FORM.assembly, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
                 pack=1,
             )  # fmt: skip
-            lows = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, FORM)
-            return lows, _placed(_pairs(high, more_high, KIND), WIDTH, SIZE, WARPS, FORM)
+            lows = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, TOGETHER, FORM)
+            return lows, _placed(_pairs(high, more_high, KIND), WIDTH, SIZE, WARPS, TOGETHER, FORM)
         else:
             low, more_low = tl.inline_asm_elementwise(
                 FORM.assembly, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
             )
-            numbers = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, FORM)
+            numbers = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, TOGETHER, FORM)
             return numbers, numbers
     else:
         even = tl.join(words & 255, (words >> 16) & 255)
         odd = tl.join((words >> 8) & 255, (words >> 24) & 255)
-        codes = _placed(tl.join(even, odd), WIDTH, SIZE, WARPS, FORM)
+        codes = _placed(tl.join(even, odd), WIDTH, SIZE, WARPS, TOGETHER, FORM)
         if FORM.halves == 2:
             return _of_4_bits(codes & 15, FORM, KIND), _of_4_bits(codes >> 4, FORM, KIND)
         elif FORM.codes == "int8":
@@ -256,14 +266,41 @@ def _pairs(first, second, KIND: tl.constexpr):
 
 
 @triton.jit
-def _placed(numbers, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr):
+def _placed(
+    numbers, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, TOGETHER: tl.constexpr, FORM: tl.constexpr
+):
     """Return numbers [WIDTH, SIZE] as they are multiplied, which come in words as they are read: rows in order, and
-    bytes as they stand in the matrix."""
-    if FORM.lanes:
-        numbers = tl.reshape(numbers, (WIDTH // (16 * WARPS), 2, WARPS, 8, 4, SIZE // 16, 4))
-        return tl.reshape(tl.permute(numbers, (0, 2, 1, 3, 5, 4, 6)), (WIDTH, SIZE))
-    else:
+    columns in that of `_columns`."""
+    if FORM.lane_columns == 0:
         return tl.reshape(numbers, (WIDTH, SIZE))
+    else:
+        # The rows of a warp are 16 in a row, of which a lane reads two; of columns it reads words, with two halves.
+        pair: tl.constexpr = 2 if SIZE >= 32 else 1
+        numbers = tl.reshape(numbers, (WIDTH // (16 * WARPS), 2, WARPS, 8, 4, SIZE // 16 // pair, pair, 2, 2))
+        if FORM.lane_columns == 2:
+            numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 7, 4, 8))
+        elif TOGETHER:
+            numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 7, 6, 4, 8))
+        else:
+            numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 4, 7, 8))
+        return tl.reshape(numbers, (WIDTH, SIZE))
+
+
+@triton.jit
+def _columns(SIZE: tl.constexpr, TOGETHER: tl.constexpr, FORM: tl.constexpr):
+    """Return the columns of the first numbers in bytes, in the order in which `_placed` has them: [SIZE].
+
+    It is that of the matrix, but where a lane reads 4 neighbouring columns and four warps multiply together. There the
+    16 that are summed up at once are in this order those that they are elsewhere: the first or the last two of each
+    four columns, of 32.
+    """
+    places = tl.arange(0, SIZE)
+    if FORM.lane_columns == 4 and TOGETHER:
+        if SIZE >= 32:
+            places = places // 32 * 32 + places // 8 % 2 * 16 + places // 2 % 4 * 4 + places // 16 % 2 * 2 + places % 2
+        else:
+            places = places // 2 % 4 * 4 + places // 8 * 2 + places % 2
+    return places // 32 * 64 + places % 32 if FORM.halves == 2 else places
 
 
 @triton.jit
@@ -404,14 +441,14 @@ def packed_sums(
     x, codes, scales, scale_factors, offsets, offset_factors, sums, ms, block, first, last, rows, origin, height, width,
     depth,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
+    WARPS: tl.constexpr, TOGETHER: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over columns first to last of a tile's products, float32 [BLOCK_ROWS, BLOCK_WIDTH], and those
     with the rows `width` further down where the matrix is PAIRED.
 
     x: [rows, depth]. codes: of `TiledWeight`, in words of four bytes. scales, offsets: words. sums: of activations,
     float32 [rows, depth / FORM.sums]. origin: the row of `codes` that the matrix begins with. height: how many rows
-    these are. BLOCK_DEPTH: FORM.columns.
+    these are. BLOCK_DEPTH: FORM.columns. TOGETHER: as of `multiplies_together`.
     """
     kind: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = FORM.bytes
@@ -421,7 +458,7 @@ def packed_sums(
     each: tl.constexpr = 4 * chunk
     word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
     places = tl.arange(0, BLOCK_WIDTH)
-    read = _read_rows(BLOCK_WIDTH, FORM.lanes, WARPS)
+    read = _read_rows(BLOCK_WIDTH, FORM.lane_columns > 0, WARPS)
     # The last block reads some rows twice rather than rows that are not there.
     read = (origin + tl.minimum(block * BLOCK_WIDTH + read, width - 1)).to(tl.int64)
     ns = origin + tl.minimum(block * BLOCK_WIDTH + places, width - 1)
@@ -432,9 +469,8 @@ def packed_sums(
     if PAIRED:
         o_at = _tile_at(codes, read + width, depth // halves, chunk)[:, None] + begin // halves * 4
         o_at += tl.arange(0, chunk // 4)[None, :]
-    ks = tl.arange(0, size)
-    column = ks // 32 * 64 + ks % 32 if halves == 2 else ks
-    if FORM.lanes:
+    column = _columns(size, TOGETHER, FORM)
+    if FORM.lane_columns > 0:
         c_at = tl.max_contiguous(tl.multiple_of(c_at, (1, chunk // 4)), (1, chunk // 16))
         o_at = tl.max_contiguous(tl.multiple_of(o_at, (1, chunk // 4)), (1, chunk // 16))
     present = (ms < rows)[None, :]
@@ -487,18 +523,18 @@ def packed_sums(
             u_tile = tile
             if PAIRED:
                 u_tile = first_ups if number == 0 else second_ups
-            p0, p1, p2, p3 = _parts(tile, BLOCK_WIDTH, chunk, size, FORM.lanes)
-            u0, u1, u2, u3 = _parts(u_tile, BLOCK_WIDTH, chunk, size, FORM.lanes)
+            p0, p1, p2, p3 = _parts(tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
+            u0, u1, u2, u3 = _parts(u_tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
             for part in tl.static_range(chunk // size):
                 low, high = _numbers(
                     p0 if part == 0 else p1 if part == 1 else p2 if part == 2 else p3,
-                    BLOCK_WIDTH, size, WARPS, FORM, kind,
+                    BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind,
                 )  # fmt: skip
                 u_low, u_high = low, high
                 if PAIRED:
                     u_low, u_high = _numbers(
                         u0 if part == 0 else u1 if part == 1 else u2 if part == 2 else u3,
-                        BLOCK_WIDTH, size, WARPS, FORM, kind,
+                        BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind,
                     )  # fmt: skip
                 for half in tl.static_range(halves):
                     x_tile = tl.load(

@@ -94,9 +94,6 @@ def choose(
     """
     if form is not None:
         cut = matmul.choose_packed(form, width, depth, first, None, size, target, min(height, _PACKED_ROWS))
-        if first and form.lanes:
-            # Wider tiles have more sums of gates and ups than registers.
-            cut = cut._replace(width=32, warps=2)
         # Of many rows there are programs enough.
         return cut._replace(serial=cut.split > 1)
     few = matmul.few_registers(target) or size != 2

@@ -21,7 +21,7 @@ import triton.language as tl
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels import matmul
-from shard_worker.model.kernels.codes import Form, form_of, packed_sums, wants_sums
+from shard_worker.model.kernels.codes import Form, form_of, multiplies_together, packed_sums, wants_sums
 from shard_worker.model.kernels.elementwise import gated
 from shard_worker.model.kernels.matmul import (
     SQUARES_WIDTH,
@@ -288,7 +288,8 @@ def _product(
     STAGES: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, SERIAL: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr,
     MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of one expert's rows by some rows of its matrix, and add their biases, where there are any.
 
@@ -331,7 +332,7 @@ def _product(
                 own, own_other = packed_sums(
                     x, weight, scales, scale_factors, offsets, offset_factors, sums, present, block, turn * share,
                     tl.minimum(turn * share + share, depth), most, expert * stride, EXPERTS * stride, width, depth,
-                    HEIGHT, WIDTH, DEPTH, STAGES, WARPS, FIRST, PRECISION, FORM,
+                    HEIGHT, WIDTH, DEPTH, STAGES, WARPS, TOGETHER, FIRST, PRECISION, FORM,
                 )  # fmt: skip
                 acc += own
                 other += own_other
@@ -339,7 +340,7 @@ def _product(
             own, other = packed_sums(
                 x, weight, scales, scale_factors, offsets, offset_factors, sums, present, block, part * share,
                 tl.minimum(part * share + share, depth), most, expert * stride, EXPERTS * stride, width, depth,
-                HEIGHT, WIDTH, DEPTH, STAGES, WARPS, FIRST, PRECISION, FORM,
+                HEIGHT, WIDTH, DEPTH, STAGES, WARPS, TOGETHER, FIRST, PRECISION, FORM,
             )  # fmt: skip
             acc += own
     else:
@@ -562,6 +563,7 @@ def multiply(
         routed.shares, routed.taken, mixed.shared, mixed.residual, mixed.out, mixed.norm,
         following.scaled if following else None, following.squares if following else None, next_sums,
     )  # fmt: skip
+    target = devices.kernel_target(device)
     behind = {"SHARED": mixed.shared is not None, "THEN": following is not None, "SUMMED": next_sums is not None}
     limit, alpha = (0.0, 1.0) if together.clamped is None else (together.clamped.limit, together.clamped.alpha)
     for first, form, cut in zip((True, False), forms, cuts, strict=True):
@@ -581,7 +583,9 @@ def multiply(
             STAGES=cut.stages, WARPS=cut.warps, UNIT=matmul.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=routed.alone,
             FIRST=first, MIXED=routed.mixed and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
-            GELU=together.gelu, PRECISION=product_precision(x), FORM=form, num_warps=cut.warps, **behind,
+            GELU=together.gelu, PRECISION=product_precision(x),
+            TOGETHER=multiplies_together(target, cut.width, cut.height, cut.warps), FORM=form, num_warps=cut.warps,
+            **behind,
         )  # fmt: skip
     if not routed.mixed:
         wide = min(cuts[1].width, _MIXED_WIDTH)
@@ -664,9 +668,6 @@ def choose_packed(
     processors = matmul.PROCESSORS if target is None else target.processors
     matrices = max(1, chosen * form.columns // form.halves // _TURN_BYTES)
     cut = matmul.choose_packed(form, width, depth, first, None, size, target, min(rows, height), matrices)
-    if first and form.lanes:
-        # Wider tiles have more sums of gates and ups than registers, where many rows are multiplied.
-        cut = cut._replace(width=32, warps=2)
     if first and matmul.few_registers(target):
         return cut._replace(split=1, serial=False)
     few = matmul.keeps_waiting(rows * matrices * triton.cdiv(width, cut.width), processors)

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
-from shard_worker.model.kernels.codes import Form, form_of, group_sums, packed_sums, wants_sums
+from shard_worker.model.kernels.codes import Form, form_of, group_sums, multiplies_together, packed_sums, wants_sums
 from shard_worker.model.kernels.elementwise import gated, geglu, swiglu
 from shard_worker.model.kernels.heads import Heads, constants, finish_heads
 from shard_worker.model.kernels.sums import row_sums
@@ -50,6 +50,12 @@ _TILE_ROWS = 16
 
 UNIT = 256
 """A part of the depth has a multiple of so many columns, but for the last one; tiles' depths divide it."""
+
+_SHORT_TURN = 128
+"""Columns whose codes a program holds beside the sums of 64 rows of gates and ups."""
+
+_RESIDENT_WARPS = 8
+"""Warps for whose sums of packed products a processor has registers."""
 
 PROCESSORS = 128
 """Of a GPU that nothing is known of."""
@@ -228,7 +234,7 @@ def _product(
     DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr,
     FLOAT8: tl.constexpr, PAGES: tl.constexpr, VALUE_NORM: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
-    PRECISION: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, WARPS: tl.constexpr, TOGETHER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
 
@@ -251,7 +257,7 @@ def _product(
                 acc, other = packed_sums(
                     x, weight, scales, scale_factors, offsets, offset_factors, sums, ms, block, turn * share,
                     tl.minimum(turn * share + share, depth), rows, 0, height, width, depth, BLOCK_ROWS, BLOCK_WIDTH,
-                    BLOCK_DEPTH, STAGES, WARPS, PAIRED, PRECISION, FORM,
+                    BLOCK_DEPTH, STAGES, WARPS, TOGETHER, PAIRED, PRECISION, FORM,
                 )  # fmt: skip
                 total += acc
                 other_total += other
@@ -259,7 +265,7 @@ def _product(
             total, other_total = packed_sums(
                 x, weight, scales, scale_factors, offsets, offset_factors, sums, ms, block, part * share,
                 tl.minimum(part * share + share, depth), rows, 0, height, width, depth, BLOCK_ROWS, BLOCK_WIDTH,
-                BLOCK_DEPTH, STAGES, WARPS, PAIRED, PRECISION, FORM,
+                BLOCK_DEPTH, STAGES, WARPS, TOGETHER, PAIRED, PRECISION, FORM,
             )  # fmt: skip
     else:
         for turn in tl.static_range(SPLIT if SERIAL else 1):
@@ -460,7 +466,8 @@ def _multiply(
         BIASED=bias is not None, ADDED=0 if residual is None else 2 if around.gates_residual else 1,
         PAIRED=around.paired, GELU=around.gelu, THEN=around.norm is not None, SUMMED=next_sums is not None,
         **(_NO_HEADS if heads is None else constants(heads.shape, heads.places)),
-        PRECISION=product_precision(source), WARPS=config.warps, FORM=form,
+        PRECISION=product_precision(source), WARPS=config.warps,
+        TOGETHER=multiplies_together(target, config.width, config.height, config.warps), FORM=form,
         num_warps=config.warps,
     )  # fmt: skip
 
@@ -626,39 +633,52 @@ def choose_packed(
     rows: int = _TILE_ROWS,
     matrices: int = 1,
 ) -> Config:
-    """Return the cut for a packed matrix of a form, as `choose` does for dense ones. Tried on an H100.
+    """Return the cut for a packed matrix of a form, as `choose` does for dense ones. Tried on an H100 and an H200.
 
     matrices: how many of its shape a row is multiplied by.
 
     A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. More rows of activations
-    than 16 take tiles as high as registers and sums in one order allow. That order is another one where four warps
-    multiply together, as they do on Hopper for 64 rows of weights or more: then they do for any number of rows.
+    than 16 take tiles as high as registers and sums in one order allow. On Hopper four warps multiply 16 rows of
+    weights each together, unless a turn has so many columns that threads would have to exchange them for that.
     """
     processors = PROCESSORS if target is None else target.processors
     shared = 64 << 10 if target is None else target.shared_bytes
     few = rows <= _TILE_ROWS
-    if form.lanes:
-        wide = head_dim or (32 if few else 64)
-        warps = max(2, wide // 32)
+    long = form.columns > _SHORT_TURN
+    together = target is not None and target.tensor_engine and not (long and form.lane_columns == 4)
+    if form.lane_columns:
+        wide = head_dim or (32 if few or (paired and not together) else 64)
+        warps = 4 if together and wide == 64 and not head_dim else max(2, wide // 32)
     else:
         wide = head_dim or (64 if paired or width <= 64 * processors else 128)
         # CDNA's warps are twice as large, and have twice the registers.
         warps = max(1, min(4, wide // 16) if target is not None and target.lane_registers > 256 else wide // 16)
-    if rows <= _TILE_ROWS // 2 and form.lanes:
+    if rows <= _TILE_ROWS // 2 and form.lane_columns:
         height = _TILE_ROWS // 2
     elif few or target is None or target.one_tile_height:
         height = _TILE_ROWS
     else:
-        # Pairs have twice the sums.
-        height = min(64 if target.tensor_engine and not paired else 32, triton.next_power_of_2(rows))
+        # Pairs have twice the sums, and of a long turn twice the codes.
+        high = together and not (long and (paired or head_dim))
+        height = min(64 if high else 32, triton.next_power_of_2(rows))
     split = split_packed(matrices * triton.cdiv(width, 32), depth, processors)
     # Only activations pass through shared memory.
     stages = max(2, min(3, shared // 4 // (height * form.columns * size) + 1))
     programs = triton.cdiv(width, wide) * triton.cdiv(rows, height)
     # A pair's sums of a part and of all parts are more than they hold.
     crowded = paired and few_registers(target)
-    serial = split > 1 and programs * split > 4 * processors and not few and not crowded
+    serial = split > 1 and not few and not crowded and _as_balanced(programs, split, warps, processors)
     return Config(wide, form.columns, split, warps, stages, height, serial)
+
+
+def _as_balanced(programs: int, split: int, warps: int, processors: int) -> bool:
+    """Return whether so many programs that take all parts of a sum, one after the other, keep processors as busy to the
+    end as those of a part each."""
+    resident = max(1, _RESIDENT_WARPS // warps)
+    return all(
+        triton.cdiv(programs, places) * split <= 1.05 * triton.cdiv(programs * split, places)
+        for places in (processors, processors * resident)
+    )
 
 
 def few_registers(target: KernelTarget | None) -> bool:

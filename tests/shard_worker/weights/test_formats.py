@@ -156,4 +156,4 @@ def test_kernels_know_every_format(packed: Packed, name: str) -> None:
     weight = in_memory(checkpoint.weight("model.layers.0.mlp.down_proj.weight", CPU, torch.bfloat16))
     held = weight.weight if isinstance(weight, ReorderedWeight) else weight
     assert isinstance(held, PackedWeight)
-    assert form_of(TiledWeight(held, tiling_of(held, lanes=True))).lanes
+    assert form_of(TiledWeight(held, tiling_of(held, lane_columns=2))).lane_columns

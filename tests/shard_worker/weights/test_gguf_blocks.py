@@ -67,7 +67,7 @@ def test_kernels_know_the_form(name: str) -> None:
     kind = KINDS[name]
     weight = unpack_blocks(kind, torch.from_numpy(random_rows(kind, 1, 5120)), torch.bfloat16)
     for matrix in (weight, weight.with_columns(torch.arange(40), 128)):
-        assert form_of(TiledWeight(matrix, tiling_of(matrix, lanes=True))).lanes
+        assert form_of(TiledWeight(matrix, tiling_of(matrix, lane_columns=2))).lane_columns
 
 
 @pytest.mark.parametrize("name", [name for name in PACKED if KINDS[name].values == 32])

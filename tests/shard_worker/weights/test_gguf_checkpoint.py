@@ -227,7 +227,7 @@ def test_scales_of_whole_matrices_are_checked(models: Callable[[str], Model], tm
     for name in ("linear_attn.out_proj.weight", "mlp.up_proj.weight"):
         matrix = in_memory(hybrid.weight(f"model.layers.0.{name}", torch.device("cpu"), torch.bfloat16))
         assert isinstance(matrix, PackedWeight)
-        assert form_of(TiledWeight(matrix, tiling_of(matrix, lanes=True))).lanes
+        assert form_of(TiledWeight(matrix, tiling_of(matrix, lane_columns=2))).lane_columns
 
 
 def test_decays_that_no_checkpoint_has_are_named(models: Callable[[str], Model], tmp_path: Path) -> None:

@@ -67,15 +67,15 @@ def test_rows_of_rows_are_those_of_the_matrix(pair: tuple[PackedWeight, UnreadWe
     assert same(in_memory(chosen), whole.select_rows(10 + order[order < 110][7:90]))
 
 
-@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("lane_columns", [0, 2, 4])
 def test_tiles_of_parts_are_those_of_the_whole(
-    pair: tuple[PackedWeight, UnreadWeight], monkeypatch: pytest.MonkeyPatch, lanes: bool
+    pair: tuple[PackedWeight, UnreadWeight], monkeypatch: pytest.MonkeyPatch, lane_columns: int
 ) -> None:
     """Parts end within one of both matrices, and the last one is smaller."""
     whole, to_read = pair
-    expected = TiledWeight(whole, tiling_of(whole, lanes=lanes))
+    expected = TiledWeight(whole, tiling_of(whole, lane_columns=lane_columns))
     monkeypatch.setattr(tiled, "_COPIED_BYTES", 3 * 16 * COLUMNS // 2)
-    made = TiledWeight(to_read, tiling_of(to_read.form, lanes=lanes))
+    made = TiledWeight(to_read, tiling_of(to_read.form, lane_columns=lane_columns))
     assert made.nbytes == expected.nbytes
     assert torch.equal(made.unpacked(), expected.unpacked())
     assert same(made, whole)

@@ -616,7 +616,7 @@ def _tiled_for(driver: PretendedDriver) -> Any:
 
     def prepared(weight: PackedWeight, *, unpacked: bool = True) -> TiledWeight:
         one = weight.select_rows(slice(0, 1))
-        tiled = TiledWeight(one, tiling_of(one, lanes=TARGETS[driver.target].lane_order))
+        tiled = TiledWeight(one, tiling_of(one, lane_columns=TARGETS[driver.target].lane_columns))
         tiled.rows = weight.rows
         blocks = -(-weight.rows // TILE_ROWS)
         tiled.codes = torch.empty((blocks, TILE_ROWS * weight.codes.shape[1]), dtype=torch.uint8)

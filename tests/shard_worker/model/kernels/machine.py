@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_worker.cache.attention_cache import AttentionCache
-from shard_worker.device.devices import Device, best_devices, parse_devices
+from shard_worker.device.devices import Device, best_devices, kernel_target, parse_devices
 from tests.shard_worker.tiny import AS_GPU
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 
 def device() -> Device:
     return parse_devices(best_devices()[0])[0] if ON_GPU else AS_GPU
+
+
+TARGET = kernel_target(device().torch_device)
+LANE_COLUMNS = 0 if TARGET is None else TARGET.lane_columns
+"""As packed matrices have them there."""
 
 
 def places_of(cache: AttentionCache, base: int, rows: int) -> Places:

@@ -86,7 +86,7 @@ def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
     32 rows of weights where threads read codes for their own lanes."""
     dtype = torch.bfloat16 if size == 2 else torch.float32
     packed = random_packed(kind, 1, depth, dtype, torch.device("cpu"))
-    form = codes.form_of(TiledWeight(packed, tiling_of(packed, lanes=target.lane_order)))
+    form = codes.form_of(TiledWeight(packed, tiling_of(packed, lane_columns=target.lane_columns)))
     assert form.chunk % form.bytes == 0
     assert depth % form.span == 0
     configs = [
@@ -99,7 +99,7 @@ def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
         assert config.depth == form.columns
         assert depth % config.depth == 0
         assert config.depth % form.span == 0
-        assert not target.lane_order or config.width in (16 * config.warps, 32 * config.warps)
+        assert not target.lane_columns or config.width in (16 * config.warps, 32 * config.warps)
         stage = config.height * config.depth * size
         assert (config.stages - 1) * stage <= target.shared_bytes // 4 or config.stages == 2
         assert stage < target.shared_bytes
@@ -118,7 +118,7 @@ def test_packed_experts_are_cut_alike_for_any_number_of_rows(
     dtype = torch.bfloat16 if size == 2 else torch.float32
     for first, width, depth in ((True, inner, hidden), (False, hidden, inner)):
         packed = random_packed(kind, 1, depth, dtype, torch.device("cpu"))
-        form = codes.form_of(TiledWeight(packed, tiling_of(packed, lanes=target.lane_order)))
+        form = codes.form_of(TiledWeight(packed, tiling_of(packed, lane_columns=target.lane_columns)))
         heights = [(rows, experts.tile_height(rows, chosen, count, size, target)) for rows in (1, 8, 16, 17, 64, 512)]
         cuts = [
             experts.choose_packed(form, width, depth, first, chosen, size, rows, height, target)

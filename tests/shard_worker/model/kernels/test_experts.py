@@ -16,7 +16,7 @@ from shard_worker.model.rows import RowOperations, Rows
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, Weight
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.model.kernels.machine import DTYPE, LANE_COLUMNS, ON_GPU, device
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +94,7 @@ def random_tiled(kind: str, rows: int, columns: int, number: int, dtype: torch.d
     """The tiles of a packed matrix, another one for each number."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(number)).to(WHERE)
     weight = random_packed(kind, rows, columns, dtype, WHERE).select_rows(order)
-    return TiledWeight(weight, tiling_of(weight, lanes=ON_GPU))
+    return TiledWeight(weight, tiling_of(weight, lane_columns=LANE_COLUMNS))
 
 
 def below_each_other(parts: Sequence[Weight]) -> tuple[Weight, list[Weight]]:

@@ -9,7 +9,7 @@ import torch
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.random_packed import random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.model.kernels.machine import DTYPE, LANE_COLUMNS, device
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_rows_go_through_two_norms_beside_each_other() -> None:
     residual = torch.randn(17, width, generator=generator).to(on, DTYPE)
     behind, first, second = (torch.rand(width, generator=generator).to(on) + 0.5 for _ in range(3))
     packed = random_packed("q4_k", 1, width, DTYPE, on)
-    reader = TiledWeight(packed, tiling_of(packed, lanes=ON_GPU))
+    reader = TiledWeight(packed, tiling_of(packed, lane_columns=LANE_COLUMNS))
 
     _, made = linear(x, weight, norm=behind, eps=EPS)
     assert isinstance(made, Normed)

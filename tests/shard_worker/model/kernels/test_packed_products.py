@@ -13,7 +13,7 @@ from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
+from tests.shard_worker.model.kernels.machine import DTYPE, LANE_COLUMNS, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu
 
@@ -30,13 +30,15 @@ def packed(kind: str, rows: int = WIDTH, columns: int = DEPTH, dtype: torch.dtyp
     return random_packed(kind, rows, columns, dtype, device().torch_device)
 
 
-def tiled(weight: Weight, *, lanes: bool = ON_GPU) -> Weight:
-    """The form that kernels multiply by. lanes: whether bytes are in the order of lanes."""
+def tiled(weight: Weight, *, lane_columns: int = LANE_COLUMNS) -> Weight:
+    """The form that kernels multiply by. lane_columns: as of `Tiling`."""
     if isinstance(weight, StackedWeight):
-        return StackedWeight([tiled(part, lanes=lanes) for part in weight.parts])
+        return StackedWeight([tiled(part, lane_columns=lane_columns) for part in weight.parts])
     if isinstance(weight, ReorderedWeight):
-        return ReorderedWeight(tiled(weight.weight, lanes=lanes), weight.order)
-    return TiledWeight(weight, tiling_of(weight, lanes=lanes)) if isinstance(weight, PackedWeight) else weight
+        return ReorderedWeight(tiled(weight.weight, lane_columns=lane_columns), weight.order)
+    if isinstance(weight, PackedWeight):
+        return TiledWeight(weight, tiling_of(weight, lane_columns=lane_columns))
+    return weight
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -78,13 +80,14 @@ def test_products_are_those_of_the_elements(kind: str) -> None:
         assert near(linear(x, tiled(weight))[0], x.double() @ weight.unpacked().double().T)
 
 
-@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("lane_columns", [0, 2, 4])
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k", "awq", "nvfp4", "q8_0"])
 @torch.inference_mode()
 def test_the_order_in_which_lanes_multiply_changes_no_product(
-    kind: str, lanes: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, lane_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and columns are brought back to their order: with 16, 32 and 64 bytes at a time, and tiles of 32 bytes."""
+    """Rows and columns are brought back to their order: with 16, 32 and 64 bytes at a time, and tiles of 32 bytes;
+    where warps multiply by themselves and together."""
     from shard_worker.model.kernels import codes, matmul
 
     form_of = codes.form_of
@@ -94,34 +97,40 @@ def test_the_order_in_which_lanes_multiply_changes_no_product(
         weight, x = packed(kind, 64, columns), random(3, columns, seed=1)
         if columns == 192 and weight.scales.group > 64:
             continue
-        held, expected = tiled(weight, lanes=lanes), x.double() @ weight.unpacked().double().T
+        held, expected = tiled(weight, lane_columns=lane_columns), x.double() @ weight.unpacked().double().T
         assert isinstance(held, TiledWeight)
         for width, warps in ((32, 2), (64, 2), (64, 4)):
             config = matmul.Config(width, held.tiling.columns, 1, warps, 2, 8)
-            assert near(matmul.linear(x, held, config=config)[0], expected)
+            for together in (False, True):
+                monkeypatch.setattr(matmul, "multiplies_together", lambda *_, together=together: together)
+                assert near(matmul.linear(x, held, config=config)[0], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS if ON_GPU else ["q4_k"])
 @torch.inference_mode()
 def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
-    """To the last bit, for tiles of all heights, and where the depth is in parts."""
+    """To the last bit, for tiles of all heights, as wide as heads too, and where the depth is in parts."""
     from shard_worker.device.devices import kernel_target
     from shard_worker.model.kernels.codes import form_of
     from shard_worker.model.kernels.matmul import choose_packed, linear
 
     depth = max(DEPTH, 1024)
     target = kernel_target(device().torch_device)
-    for paired in (False, True) if ON_GPU else (False,):
+    for paired, head_dim in ((False, None), (True, None), (False, 128)) if ON_GPU else ((False, None),):
         weight = tiled(packed(kind, WIDTH * (2 if paired else 1), depth))
         assert isinstance(weight, TiledWeight)
-        width = weight.rows // 2 if paired else weight.rows
-        assert choose_packed(form_of(weight), width, depth, paired, None, 2, target, 1).split > 1
+        width, form = weight.rows // 2 if paired else weight.rows, form_of(weight)
         most = 512 if ON_GPU else 17
         x = random(most, depth, seed=2)
-        alone = torch.cat([linear(x[row : row + 1], weight, paired=paired)[0] for row in range(0, most, 16)])
-        for rows in (8, 16, 17, 32, 64, 128, 200, 256, 512) if ON_GPU else (17,):
-            together, _ = linear(x[:rows], weight, paired=paired)
-            assert torch.equal(together[::16], alone[: -(-rows // 16)])
+        counts = (1, 8, 16, 17, 32, 64, 128, 200, 256, 512) if ON_GPU else (1, 17)
+        cuts = {rows: choose_packed(form, width, depth, paired, head_dim, 2, target, rows) for rows in counts}
+        assert cuts[1].split > 1
+        alone = torch.cat(
+            [linear(x[row : row + 1], weight, paired=paired, config=cuts[1])[0] for row in range(0, most, 16)]
+        )
+        for rows in counts:
+            together, _ = linear(x[:rows], weight, paired=paired, config=cuts[rows])
+            assert torch.equal(together[::16], alone[: -(-rows // 16)]), (paired, head_dim, cuts[rows])
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])

@@ -85,7 +85,7 @@ def test_bytes_become_what_they_stand_for(kind: str, dtype: torch.dtype) -> None
     from shard_worker.model.kernels.codes import form_of
 
     weight = random_packed(kind, 1, 256, dtype, torch.device("cpu"))
-    form = form_of(TiledWeight(weight, tiling_of(weight, lanes=True)))
+    form = form_of(TiledWeight(weight, tiling_of(weight, lane_columns=2)))
     for first in range(256):
         # NaN is no number that a matrix holds.
         places = ((first + 67 * place) % 256 for place in range(4))

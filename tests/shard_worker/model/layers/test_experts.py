@@ -183,7 +183,7 @@ def test_packed_experts_are_tiles_below_each_other(monkeypatch: pytest.MonkeyPat
     """On a GPU, where they take no more memory than packed; not where one of them has another form."""
 
     def prepared(weight: PackedWeight, *, unpacked: bool = True) -> Weight:
-        return TiledWeight(weight, tiling_of(weight, lanes=True))
+        return TiledWeight(weight, tiling_of(weight, lane_columns=2))
 
     monkeypatch.setattr(PackedWeight, "prepared", prepared)
     config = read_model_config({**MIXTURE, "num_hidden_layers": 1})
