@@ -365,13 +365,43 @@ def _ends_span(at: int, half: int, halves: int, size: int, span: int) -> bool:
     return span <= 32 or half == 1 if halves == 2 else (at + size) % span == 0
 
 
+@triton.constexpr_function
+def _byte_of_float(index: int) -> str:
+    """Return PTX that makes 2**23 and a byte of a word a float32: at that exponent the lowest place counts 1."""
+    return f"prmt.b32 $0, $1, 0x4B000000, 0x754{index % 4};"
+
+
+@triton.jit
+def _half(word, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """Return the half of a long word that holds the number at an index: instructions for 64 bits are slow."""
+    if word.dtype.primitive_bitwidth == 64:
+        return (word >> 32 if _shift(INDEX, KIND) >= 32 else word).to(tl.int32)
+    else:
+        return word
+
+
+@triton.jit
+def _multiple(word, factor, INDEX: tl.constexpr, KIND: tl.constexpr, BY_FMA: tl.constexpr):
+    """Return `_number` times a factor, rounded once. BY_FMA: without a conversion of bytes, which GPUs do at an eighth
+    of the rate at which they multiply."""
+    if BY_FMA and (KIND == "u8" or KIND == "i8"):
+        # What the fma takes off again: 2**23, and 128 more where the sign was turned over.
+        excess: tl.constexpr = 8388608.0 if KIND == "u8" else 8388736.0
+        bits = _half(word, INDEX, KIND).to(tl.int32)
+        if KIND == "i8":
+            bits ^= -0x7F7F7F80
+        raised = tl.inline_asm_elementwise(
+            _byte_of_float(INDEX), "=r,r", [bits], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+        return tl.fma(raised, factor, -excess * factor)
+    else:
+        return _number(word, INDEX, KIND) * factor
+
+
 @triton.jit
 def _number(word, INDEX: tl.constexpr, KIND: tl.constexpr):
     """Return the number at an index of the numbers that a word holds, the first one lowest, in float32."""
-    # Half of a long word: instructions for 64 bits are slow.
-    bits = word
-    if word.dtype.primitive_bitwidth == 64:
-        bits = (word >> 32 if _shift(INDEX, KIND) >= 32 else word).to(tl.int32)
+    bits = _half(word, INDEX, KIND)
     if _shift(INDEX, KIND) % 32 > 0:
         bits = bits >> (_shift(INDEX, KIND) % 32)
     if KIND == "f32":
@@ -407,26 +437,45 @@ def _group_numbers(values, factors, ns, k, height, SPAN: tl.constexpr, WORD: tl.
 
 @triton.jit
 def _scaled(
-    total, product, words, factor, offset_words, offset_factor, x_sums, INDEX: tl.constexpr, FORM: tl.constexpr
-):
+    total, product, words, factor, offset_words, offset_factor, x_sums, INDEX: tl.constexpr, BY_FMA: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
     """Add the product of a span to the total: both float32 [width, rows]."""
     # Triton 3.6 takes strings of a tuple for constants only by a name of their own.
     scale_kind: tl.constexpr = FORM.scale
-    scale = _number(words, INDEX, scale_kind) * factor
+    scale = _multiple(words, factor, INDEX, scale_kind, BY_FMA)
     total += product * scale[:, None]
     if FORM.offset != "":
         offset_kind: tl.constexpr = FORM.offset
-        offset = _number(offset_words, INDEX, offset_kind) * offset_factor
+        offset = _multiple(offset_words, offset_factor, INDEX, offset_kind, BY_FMA)
         total += offset[:, None] * x_sums[None, :]
     return total
 
 
 @triton.jit
-def _sums_of_span(sums, present, SPAN: tl.constexpr, SUMS: tl.constexpr):
-    """Return the sums of a span of activations whose first ones are at `sums` [rows of ms], float32."""
-    result = tl.load(sums, mask=present, other=0.0)
-    for part in tl.static_range(1, SPAN // SUMS):
-        result += tl.load(sums + part, mask=present, other=0.0)
+def _column_of(tile, AT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return a column of a tile [ROWS, COLUMNS], whose numbers of columns is a power of two: [ROWS]."""
+    if COLUMNS == 1:
+        return tl.reshape(tile, (ROWS,))
+    else:
+        half: tl.constexpr = COLUMNS // 2
+        first, second = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, half)), (0, 2, 1)))
+        if half > AT:
+            return _column_of(first, AT, ROWS, half)
+        else:
+            return _column_of(second, AT - half, ROWS, half)
+
+
+@triton.jit
+def _sums_of_span(
+    sums, tile, present, AT: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+    BY_TURN: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of a span of activations, float32 [ROWS]: of COUNT columns of those of a turn, which are at
+    `sums` [ROWS], and where they are read BY_TURN in a tile [ROWS, SUMS]."""
+    result = _column_of(tile, AT, ROWS, SUMS) if BY_TURN else tl.load(sums + AT, mask=present, other=0.0)
+    for at in tl.static_range(AT + 1, AT + COUNT):
+        result += _column_of(tile, at, ROWS, SUMS) if BY_TURN else tl.load(sums + at, mask=present, other=0.0)
     return result
 
 
@@ -457,6 +506,11 @@ def packed_sums(
     chunks: tl.constexpr = BLOCK_DEPTH // (halves * chunk)
     each: tl.constexpr = 4 * chunk
     word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
+    turn_sums: tl.constexpr = BLOCK_DEPTH // FORM.sums
+    span_sums: tl.constexpr = FORM.span // FORM.sums
+    # Either costs registers that few rows' programs, which are small, have better uses for. Tried on an H200.
+    by_turn: tl.constexpr = FORM.offset != "" and (BLOCK_ROWS > 8 or not PAIRED)
+    by_fma: tl.constexpr = FORM.assembly != "" and (BLOCK_ROWS > 8 or not by_turn)
     places = tl.arange(0, BLOCK_WIDTH)
     read = _read_rows(BLOCK_WIDTH, FORM.lane_columns > 0, WARPS)
     # The last block reads some rows twice rather than rows that are not there.
@@ -516,6 +570,9 @@ def packed_sums(
             next_uo_words, next_uo_factor = _group_numbers(
                 offsets, offset_factors, us, then, height, FORM.offset_span, word
             )
+        sums_tile = places
+        if by_turn:
+            sums_tile = tl.load(s_at[:, None] + tl.arange(0, turn_sums)[None, :], mask=(ms < rows)[:, None], other=0.0)
         product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
         u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
         for number in tl.static_range(chunks):
@@ -546,19 +603,20 @@ def packed_sums(
                     if _ends_span(number * chunk + part * size, half, halves, size, FORM.span):
                         x_sums = places
                         if FORM.offset != "":
-                            start = _index(number * chunk + part * size, half, halves, FORM.span)
                             x_sums = _sums_of_span(
-                                s_at + start * (FORM.span // FORM.sums), ms < rows, FORM.span, FORM.sums
-                            )
+                                s_at, sums_tile, ms < rows,
+                                _index(number * chunk + part * size, half, halves, FORM.span) * span_sums,
+                                span_sums, BLOCK_ROWS, turn_sums, by_turn,
+                            )  # fmt: skip
                         total = _scaled(
                             total, product, words, factor, o_words, o_factor, x_sums,
-                            _index(number * chunk + part * size, half, halves, FORM.group), FORM,
+                            _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
                         )  # fmt: skip
                         product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
                         if PAIRED:
                             other = _scaled(
                                 other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
-                                _index(number * chunk + part * size, half, halves, FORM.group), FORM,
+                                _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
                             )  # fmt: skip
                             u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
         words, factor, o_words, o_factor = next_words, next_factor, next_o_words, next_o_factor
