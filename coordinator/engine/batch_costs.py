@@ -6,10 +6,11 @@ and knows of each answer how many draft tokens its steps verify and how many tok
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+
+from coordinator.engine.fitted_times import FittedTimes
 
 SMOOTHING = 0.2
 """Weight of the newest step in the moving averages of times."""
@@ -41,9 +42,6 @@ PROBE_STEPS = 4
 PLAIN_EVERY = 400
 """Steps of each answer, on average, after which plain decode is measured anew where there was none."""
 
-SURE_STEPS = 4
-"""With so many steps a measurement weighs half as much as one that is sure."""
-
 GROUP_HYSTERESIS = 1.05
 """How many times as many tokens a second must be expected of all answers for some of them to begin to draft."""
 
@@ -53,8 +51,9 @@ AGAIN_HYSTERESIS = 1.25
 RATE_STEPS = 4
 """Steps in which the best rate of all answers is looked for; there are hardly ever more than two."""
 
-FAR = 4.0
-"""How much less a measurement weighs with twice or half as many sessions, or twice or half as many rows of each."""
+STALE_STEPS, STALE_LEAST = 4, 32
+"""Steps of each answer behind which prices are looked for again, and of all answers together at least: that takes
+milliseconds, in which no answer goes on."""
 
 
 def lengths_of(block_size: int) -> list[int]:
@@ -374,7 +373,7 @@ class BatchCosts:
         known = {place[1] < 0 for place in self._measured}
         if len(known) < 2:
             return None
-        stale = self._observed - self._looked_at >= max(len(self._now), 8)
+        stale = self._observed - self._looked_at >= max(STALE_STEPS * len(self._now), STALE_LEAST)
         prices = self._prices
         if prices is None or stale or any(length not in prices.seconds for length in lengths):
             # Those that were asked for before will be again.
@@ -383,17 +382,17 @@ class BatchCosts:
         return self._prices
 
     def _looked_for(self, lengths: Iterable[int]) -> _Prices:
-        lengths = sorted({0, *lengths})
+        lengths, times = sorted({0, *lengths}), FittedTimes(self._measured.values())
         if not self.shared:
-            seconds, plain = self._rising(1, {length: (length, 1) for length in lengths}), 1 / self._predicted(1, 0, 0)
-            looked_up = self._looked_up(1, lengths, seconds)
-            return _Prices(seconds, looked_up, plain, {}, {})
+            seconds = _rising(times, 1, {length: (length, 1) for length in lengths})
+            looked_up = _looked_up(times, 1, lengths, seconds)
+            return _Prices(seconds, looked_up, 1 / times.predicted(1, 0, 0), {}, {})
         plain = self._plain_sessions
-        plain_rate = plain / self._predicted(plain, 0, 0)
+        plain_rate = plain / times.predicted(plain, 0, 0)
         sessions = max(1.0, self._drafting_share.value * len(self._now))
-        none = self._predicted(sessions, 0, 0)
-        alone = self._rising(sessions, {length: (length, 1) for length in lengths}, least=none)
-        seconds = self._rising(sessions, {length: (length * sessions, sessions) for length in lengths}, least=none)
+        none = times.predicted(sessions, 0, 0)
+        alone = _rising(times, sessions, {length: (length, 1) for length in lengths}, least=none)
+        seconds = _rising(times, sessions, {length: (length * sessions, sessions) for length in lengths}, least=none)
         # What the first answer that drafts takes of all in a batch, and what each further one does.
         first = {length: alone[length] - none for length in lengths}
         others = max(1.0, sessions - 1)
@@ -404,8 +403,8 @@ class BatchCosts:
         self._drafts = drafting > 0
         # What the first one takes more is a matter of all that draft in a batch.
         more = {length: further[length] + (first[length] - further[length]) / max(1.0, drafting) for length in lengths}
-        looked_up = self._looked_up(sessions, lengths, seconds)
-        looked_up_alone = self._rising(sessions, {length: (length, 0) for length in lengths}, least=none)
+        looked_up = _looked_up(times, sessions, lengths, seconds)
+        looked_up_alone = _rising(times, sessions, {length: (length, 0) for length in lengths}, least=none)
         looked_up_more = {length: min(first[length], looked_up_alone[length] - none) for length in lengths}
         return _Prices(seconds, looked_up, rate, more, looked_up_more)
 
@@ -440,29 +439,30 @@ class BatchCosts:
             rate = found
         return (rate, drafting) if rate > least else (plain_rate, 0.0)
 
-    def _looked_up(self, sessions: float, lengths: Iterable[int], seconds: dict[int, float]) -> dict[int, float]:
-        """Return the seconds of batches in which all verify so many tokens that were looked up. seconds: the same of
-        the draft model's, which cost no less where the two were not told apart."""
-        looked_up = self._rising(sessions, {length: (length * sessions, 0) for length in lengths})
-        return {length: min(seconds[length], one) for length, one in looked_up.items()}
 
-    def _rising(
-        self, sessions: float, drafting: dict[int, tuple[float, float]], *, least: float = 0.0
-    ) -> dict[int, float]:
-        """Return the seconds of batches of so many sessions: more draft tokens never take less time, whatever was
-        measured while something else was computed too.
+def _looked_up(
+    times: FittedTimes, sessions: float, lengths: Iterable[int], seconds: dict[int, float]
+) -> dict[int, float]:
+    """Return the seconds of batches in which all verify so many tokens that were looked up. seconds: the same of the
+    draft model's, which cost no less where the two were not told apart."""
+    looked_up = _rising(times, sessions, {length: (length * sessions, 0) for length in lengths})
+    return {length: min(seconds[length], one) for length, one in looked_up.items()}
 
-        drafting: of all of a batch's sessions, how many draft tokens they have, rising, and how many of them ask the
-        draft model for blocks where there are any. least: no batch takes less.
-        """
-        rising, seconds = least, {}
-        for length, (tokens, proposing) in drafting.items():
-            rising = max(rising, self._predicted(sessions, tokens, proposing if tokens else 0))
-            seconds[length] = rising
-        return seconds
 
-    def _predicted(self, sessions: float, draft_tokens: float, proposing: float) -> float:
-        return _predicted(self._measured.values(), sessions, draft_tokens, proposing)
+def _rising(
+    times: FittedTimes, sessions: float, drafting: dict[int, tuple[float, float]], *, least: float = 0.0
+) -> dict[int, float]:
+    """Return the seconds of batches of so many sessions: more draft tokens never take less time, whatever was measured
+    while something else was computed too.
+
+    drafting: of all of a batch's sessions, how many draft tokens they have, rising, and how many of them ask the draft
+    model for blocks where there are any. least: no batch takes less.
+    """
+    rising, seconds = least, {}
+    for length, (tokens, proposing) in drafting.items():
+        rising = max(rising, times.predicted(sessions, tokens, proposing if tokens else 0))
+        seconds[length] = rising
+    return seconds
 
 
 def _place(sessions: float, draft_tokens: float, proposing: int = 0) -> tuple[int, int, int]:
@@ -470,61 +470,3 @@ def _place(sessions: float, draft_tokens: float, proposing: int = 0) -> tuple[in
     mean = draft_tokens / sessions
     size = -1 if not draft_tokens else max(0, math.ceil(math.log2(max(mean, 1 / 16)) + 4))
     return round(math.log2(sessions)), size, round(math.log2(proposing)) if proposing else -1
-
-
-_CHOSEN = [(0, *parts) for count in range(5, -1, -1) for parts in itertools.combinations(range(1, 6), count)]
-"""Which of a batch's parts its seconds are fitted to: as many as what was measured tells apart, the first ones
-first."""
-
-
-def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: float, proposing: float) -> float:
-    """Return the seconds of a batch: a constant, something for each draft token, for each session that asks the draft
-    model for a block, for any that does, for each session and for any draft token: as it fits what was measured best,
-    the more the nearer that is. None of them is negative; where too little was measured to tell them apart some are
-    left out."""
-    samples = []
-    rows = draft_tokens / sessions + 1
-    for one in measured:
-        wider = (one.draft_tokens / one.sessions + 1) / rows
-        far = abs(math.log2(one.sessions / sessions)) + abs(math.log2(wider))
-        # By what share of it a time is missed counts, not by how much; and one step alone is easily missed.
-        parts, known = _parts(one.sessions, one.draft_tokens, one.proposing), one.steps / (one.steps + SURE_STEPS)
-        samples.append((parts, one.seconds, known / (one.seconds**2 * (1 + FAR * far**2))))
-    at = _parts(sessions, draft_tokens, proposing)
-    # Of all parts once: which of them are chosen only leaves out some of these sums.
-    sums = [
-        [sum(w * x[i] * x[j] for x, _, w in samples) for j in range(len(at))]
-        + [sum(w * x[i] * y for x, y, w in samples)]
-        for i in range(len(at))
-    ]
-    for chosen in _CHOSEN:
-        fitted = _fitted(sums, chosen)
-        if fitted is not None and all(one >= 0 for one in fitted):
-            return sum(share * at[part] for share, part in zip(fitted, chosen, strict=True))
-    return min(seconds for _, seconds, _ in samples)
-
-
-def _parts(sessions: float, draft_tokens: float, proposing: float) -> tuple[float, ...]:
-    # Fewer than one session is one in some of the batches.
-    return 1.0, draft_tokens, proposing, min(1.0, proposing), sessions, float(draft_tokens > 0)
-
-
-def _fitted(sums: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:
-    """Return the factors with which the chosen parts of x come nearest to y by least squares, None where nothing tells
-    them apart.
-
-    sums: over all measurements, of the product of each part with each one and with y at the end, times their weights.
-    """
-    size = len(chosen)
-    rows = [[*(sums[i][j] for j in chosen), sums[i][-1]] for i in chosen]
-    scales = [rows[i][i] for i in range(size)]
-    for i in range(size):
-        if rows[i][i] <= 1e-6 * scales[i]:
-            return None
-        for j in range(i + 1, size):
-            factor = rows[j][i] / rows[i][i]
-            rows[j] = [a - factor * b for a, b in itertools.zip_longest(rows[j], rows[i])]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[i][i]
-    return found
