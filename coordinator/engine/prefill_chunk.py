@@ -42,7 +42,6 @@ def chunk_beside_others(workers: Sequence[WorkerDescription], prompt_tokens: int
     """Return the number of rows where other answers are decoded a token a step: so many that they hardly hear of it,
     where prompts of that length join their steps."""
     targets = [worker.target for worker in workers if worker.target is not None]
-    # Recurrent layers take a prompt by itself.
-    joins = all(target.step_engine is not StepEngine.TORCH and not target.is_recurrent for target in targets)
+    joins = all(target.step_engine is not StepEngine.TORCH for target in targets)
     rows = chunk_for(workers)
     return min(rows, JOINING_ROWS) if joins and prompt_tokens <= LONGEST_JOINING else rows

@@ -48,6 +48,8 @@ class RecurrentCache:
             return torch.zeros((layers, *extents), dtype=dtype, device=like.device)
 
         self.taps = shape.conv_taps
+        # Kernels keep the last inputs of rows that count at once where a block's would be.
+        block_rows = max(block_rows, self.taps - 1)
         self.state = zeros(heads, shape.key_head_dim, shape.value_head_dim)
         self.conv = zeros(self.taps - 1 + block_rows, shape.conv_channels, dtype=like.dtype)
         self.keys = zeros(heads, block_rows, shape.key_head_dim)

@@ -515,7 +515,7 @@ class LastStageDeviceSession(DeviceSession):
             cut = self.draft is not None and self.draft.cuts_blocks
             following = None if cut else probable_following_block(forward, self._request)
         # Behind a verify a single row begins nobody knows where; one of recurrent layers could not be taken back.
-        elif forward.kind is StepKind.VERIFY or not (self._request.draft is None or self._stage.mixes_uncommitted):
+        elif forward.kind is StepKind.VERIFY or (self._request.draft is not None and self._stage.is_recurrent):
             following = None
         else:
             following = probable_following_step(forward, self._request)
@@ -547,9 +547,7 @@ class LastStageDeviceSession(DeviceSession):
             following.append(session._following_rows(forward))
         if not blocks.takes(following):
             return super().issue_together(steps, outputs)
-        step = self._stage.batch_runners[-1].parameters
-        # Recurrent layers, which alone need a commit, have no other rows beside those of a verify.
-        commit = self._stage.commit_last if steps[0][1].kind is StepKind.VERIFY else None
+        step, commit = self._stage.batch_runners[-1].parameters, self._stage.commit_last
         try:
             return blocks.issue(step, following, results.argmax, results.total, commit).parts()
         except FlashsplitError:

@@ -606,13 +606,12 @@ class DeviceSession(ABC):
 
     def kind(self, forward: Forward) -> Hashable:
         """Return what is equal for steps that can be computed together; None for one that is computed alone."""
-        stage, rows, uncommitted = self._stage, len(forward.token_ids), forward.kind is StepKind.VERIFY
-        if not stage.joins(rows, forward.base_position + rows, uncommitted=uncommitted):
+        stage, rows = self._stage, len(forward.token_ids)
+        if not stage.joins(rows, forward.base_position + rows, uncommitted=forward.kind is StepKind.VERIFY):
             return None
         state = self._progress.state
         invariant_rows = None if state is None else state.batch_invariant_rows
-        mixed = stage.mixes_uncommitted
-        return (id(stage), mixed or uncommitted, self._request.draft is None, invariant_rows)
+        return (id(stage), self._request.draft is None, invariant_rows)
 
     def following(self, forward: Forward) -> Forward | None:
         """Return the step that follows this one by itself, without its tokens, whatever this one comes to but a stop

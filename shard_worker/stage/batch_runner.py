@@ -42,13 +42,15 @@ class SessionTokens:
 
     A token may be one of `token_of_row`, where the embedding and the head are on this device. behind: the session's
     number in the step before, where only the device knows which of its rows count there: `base` is then the highest
-    that it may be, and the tokens stand for what the device knows.
+    that it may be, and the tokens stand for what the device knows. uncommitted: `commit` says later which rows count;
+    otherwise all do.
     """
 
     base: int
     token_ids: tuple[int, ...]
     caches: SegmentCaches
     behind: int | None = None
+    uncommitted: bool = False
 
     @property
     def length(self) -> int:
@@ -99,11 +101,8 @@ class BatchRunner:
 
         drafted: blocks of a draft are verified, and it wants features.
         """
-        recurrent, featured = self._layers.delta is not None, drafted and self._segment.capture is not None
-        variants = [Variant(rows, False, False) for rows in ROW_COUNTS]
-        if drafted:
-            variants += [Variant(rows, recurrent, featured) for rows in ROW_COUNTS]
-            variants.append(Variant(ROW_COUNTS[0], False, featured))
+        kinds = {False, drafted and self._segment.capture is not None}
+        variants = [_variant(rows, featured) for featured in kinds for rows in ROW_COUNTS]
         with self._segment.device.current():
             for variant in variants:
                 self._capture_once(variant)
@@ -134,13 +133,12 @@ class BatchRunner:
         blocks: they are blocks of a draft that were issued with the last step, of which recurrent layers keep nothing
         by themselves; otherwise single rows, with tokens of `token_of_row`.
         """
-        recurrent = self._layers.delta is not None
-        if self._embedding is None or self._head is None or (recurrent and not blocks):
+        if self._embedding is None or self._head is None or (self._layers.delta is not None and not blocks):
             return False
         if self._own is not None:
             # What tokens bring to each layer is looked up on the host.
             return False
-        return rows <= ROW_COUNTS[-1] and Variant(_made_with(rows), recurrent, blocks) in self._captured
+        return rows <= ROW_COUNTS[-1] and _variant(rows, blocks) in self._captured
 
     def run(
         self,
@@ -148,20 +146,16 @@ class BatchRunner:
         hidden: torch.Tensor | None,
         features: Features | None,
         *,
-        uncommitted: bool,
         complete: Callable[[StepParameters], None] | None = None,
     ) -> StepOutput:
         """Launch a step of all these sessions' rows, one session's behind the other's.
 
         They must fit, as `fits` says. hidden: the rows [n, hidden] from the stage before, on any device, where no
         embedding is here. features: what the draft reads of the rows is added to it; None where no draft wants it.
-        uncommitted: `commit` says later which rows count; otherwise all do. complete: queues that the parameters are
-        completed, where sessions are `behind`.
+        complete: queues that the parameters are completed, where sessions are `behind`.
         """
         count = sum(len(session.token_ids) for session in sessions)
-        recurrent = self._layers.delta is not None
-        featured = features is not None and self._segment.capture is not None
-        variant = Variant(_made_with(count), uncommitted and recurrent, featured)
+        variant = _variant(count, features is not None and self._segment.capture is not None)
         with self._segment.device.current():
             step = self._capture_once(variant)
             self._place(sessions)
@@ -184,7 +178,8 @@ class BatchRunner:
             return step.results(count, self._segment.capture, features, on_host)
 
     def commit(self, caches: Sequence[SegmentCaches], rows: Sequence[int]) -> None:
-        """Let the first rows of each session's step in flight count, as many as `rows` says of it."""
+        """Let the first rows of each session's step in flight count, which are uncommitted, as many as `rows` says of
+        it."""
         if self._layers.delta is None:
             return
         from shard_worker.model.kernels import deltanet
@@ -202,7 +197,7 @@ class BatchRunner:
             self._committing.record_launch()
 
     def commit_last(self, counts: torch.Tensor) -> None:
-        """Let the first rows of each session of the step launched last count.
+        """Let the first rows of each session of the step launched last count whose rows are uncommitted.
 
         counts: int64 [MAX_SESSIONS or more] on the device, how many of each session; 0 for one that is committed later,
         and where there is none.
@@ -228,6 +223,7 @@ class BatchRunner:
                 session.base,
                 rows,
                 token_ids=session.token_ids,
+                uncommitted=session.uncommitted,
                 first_sum=first_sum,
                 behind=session.behind,
                 attention=session.caches.attention,
@@ -290,3 +286,8 @@ class BatchRunner:
 
 def _made_with(rows: int) -> int:
     return next(count for count in ROW_COUNTS if rows <= count)
+
+
+def _variant(rows: int, featured: bool) -> Variant:
+    """Return the kind of a step of so many rows, of which each session says whether its own are uncommitted."""
+    return Variant(_made_with(rows), False, featured)

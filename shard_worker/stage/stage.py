@@ -234,11 +234,6 @@ class Stage:
         return ROW_COUNTS[-1] if self.batch_runners else MOST_ROWS_TOGETHER
 
     @property
-    def mixes_uncommitted(self) -> bool:
-        """Whether a step of several sessions may have uncommitted rows beside others."""
-        return not (self.batch_runners and self.is_recurrent)
-
-    @property
     def is_recurrent(self) -> bool:
         """Whether any layer has a recurrent state."""
         return LayerKind.LINEAR in self.config.layer_kinds[self.layers.first : self.layers.last]
@@ -249,9 +244,7 @@ class Stage:
         included."""
         if rows == 1 or uncommitted:
             return True
-        if not self.batch_runners or not self.mixes_uncommitted:
-            return False
-        return 0 < rows <= self.most_rows_together and length <= LONGEST_JOINING
+        return bool(self.batch_runners) and 0 < rows <= self.most_rows_together and length <= LONGEST_JOINING
 
     def most_together(self, inputs: Sequence[StepInput]) -> int:
         """Return how many of these can be one step, from the first on: at least one."""
@@ -288,9 +281,9 @@ class Stage:
     def step_together(
         self, inputs: Sequence[StepInput], complete: Callable[[StepParameters], None] | None = None
     ) -> list[StepPart]:
-        """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether rows
-        are uncommitted, features wanted, and steps batch-invariant. Each one's output is as of `step`; logits are there
-        where the head is. Features are added to each one's own. complete: as of `BatchRunner.run`."""
+        """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether
+        features are wanted and steps batch-invariant. Each one's output is as of `step`; logits are there where the
+        head is. Features are added to each one's own. complete: as of `BatchRunner.run`."""
         self.cancel()
         counts = [len(one.token_ids) for one in inputs]
         token_ids = [token for one in inputs for token in one.token_ids]
@@ -330,7 +323,7 @@ class Stage:
         output = None
         for index, runner in enumerate(self.batch_runners):
             sessions = _session_tokens(inputs, index)
-            output = runner.run(sessions, hidden, features, uncommitted=inputs[0].uncommitted, complete=complete)
+            output = runner.run(sessions, hidden, features, complete=complete)
             hidden = output.hidden
         assert output is not None
         for one in inputs:
@@ -451,6 +444,7 @@ def _session_tokens(inputs: Sequence[StepInput], segment: int) -> list[SessionTo
             one.token_ids,
             one.state.caches[segment],
             one.behind,
+            one.uncommitted,
         )
         for one in inputs
     ]

@@ -352,7 +352,7 @@ def launch(
     from shard_worker.model.kernels import decoder, synthetic
     from shard_worker.model.kernels.deltanet import commit
     from shard_worker.model.kernels.matmul import linear
-    from shard_worker.model.kernels.step_parameters import ROWS
+    from shard_worker.model.kernels.step_parameters import COUNTED, ROWS
 
     places = parameters.places(variant.rows)
     hidden = hidden[: variant.rows]
@@ -370,7 +370,8 @@ def launch(
         own=None if own is None else own.inputs(hidden),
     )
     if layers.delta is not None and not variant.uncommitted:
-        commit(layers.delta, places, places.lines[:, ROWS.value], hidden, states=False)
+        counted = ROWS if places.sessions is None else COUNTED
+        commit(layers.delta, places, places.lines[:, counted.value], hidden, states=False)
     step = CapturedStep(None, StepOutput(result.hidden))
     if capture is not None and capture.fc is not None:
         step.total = linear(torch.cat(result.captured, -1), capture.fc)[0].float()

@@ -34,6 +34,10 @@ BEHIND, ENDED = tl.constexpr(10), tl.constexpr(11)
 """The indices of what `complete_step` needs: one more than the session's number in the step before, whose outcome says
 where this one begins, 0 where the host knows that; and of what it finds: 1 where the session ended there."""
 
+COUNTED = tl.constexpr(12)
+"""The index of how many of the session's rows count as soon as they are computed, in a step of several sessions: all of
+them, or 0 where a commit says later how many do."""
+
 FIRST_PAGE = tl.constexpr(16)
 """The index of the address of the session's first page; the others follow, and behind those the pages of other caches,
 which layers with keys of another shape have."""
@@ -183,7 +187,7 @@ class StepParameters:
         self._words = twin.words
         self.wait()
         twin.placed[:] = -1
-        twin.lines[:, :, ROWS.value] = 0
+        twin.lines[:, :, (ROWS.value, COUNTED.value)] = 0
 
     def add(
         self,
@@ -194,6 +198,7 @@ class StepParameters:
         *,
         copy: int = 0,
         token_ids: Sequence[int] = (),
+        uncommitted: bool = False,
         first_sum: int = 0,
         behind: int | None = None,
         attention: AttentionCache | None = None,
@@ -202,9 +207,9 @@ class StepParameters:
     ) -> None:
         """Add a session's rows to the step, behind those of the sessions before it.
 
-        first_row: the number of rows before it. base: the first row's position. first_sum: as of `FIRST_SUM`. behind:
-        the session's number in the step before, where `complete_step` puts in the first row's position and tokens;
-        `base` is then the highest that it may be.
+        first_row: the number of rows before it. base: the first row's position. uncommitted: a commit says later which
+        of the rows count. first_sum: as of `FIRST_SUM`. behind: the session's number in the step before, where
+        `complete_step` puts in the first row's position and tokens; `base` is then the highest that it may be.
         """
         twin, last = self._twins[self.turn], first_row + rows
         twin.placed[0, first_row:last] = session
@@ -214,6 +219,7 @@ class StepParameters:
         line[: FIRST_ROW.value + 1] = base, rows, first_row
         line[FIRST_SUM.value] = first_sum
         line[BEHIND.value], line[ENDED.value] = 0 if behind is None else behind + 1, 0
+        line[COUNTED.value] = 0 if uncommitted else rows
         self._set_caches(copy, session, attention, others, recurrent)
 
     def _words_of_tokens(self, first: int, token_ids: Sequence[int]) -> None:

@@ -268,8 +268,10 @@ def test_recurrent_layers_advance_by_what_the_device_decides(tiny: Tiny, name: s
     counts, kept = (3, 1, 4), (2, 1, 3)
     one, other = ([segment.allocate(60, 16) for _ in counts] for _ in range(2))
     for caches in (one, other):
-        parts = [SessionTokens(0, tuple(ids(count)), own) for count, own in zip(counts, caches, strict=True)]
-        runner.run(parts, None, None, uncommitted=True)
+        parts = [
+            SessionTokens(0, tuple(ids(count)), own, None, True) for count, own in zip(counts, caches, strict=True)
+        ]
+        runner.run(parts, None, None)
         if caches is one:
             runner.commit(caches, kept)
         else:

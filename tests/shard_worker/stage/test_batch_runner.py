@@ -76,9 +76,10 @@ def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> 
         session.length = prompt
 
     for turn in range(12 if ON_GPU else 2):
-        uncommitted = turn % 3 > 0
         chosen = draw.sample(sessions, draw.randint(2, len(sessions)))
-        counts = [draw.choice((1, 1, 3, 8, 16) if ON_GPU else (1, 3, 4)) if uncommitted else 1 for _ in chosen]
+        # Blocks, single rows that count at once, or some of both.
+        uncommitted = [turn % 3 == 1 or (turn % 3 == 2 and draw.random() < 0.6) for _ in chosen]
+        counts = [draw.choice((1, 1, 3, 8, 16) if ON_GPU else (1, 3, 4)) if later else 1 for later in uncommitted]
         compare(single, many, chosen, counts, uncommitted, draw)
 
 
@@ -87,17 +88,17 @@ def compare(
     many: BatchRunner,
     chosen: Sequence[Session],
     counts: Sequence[int],
-    uncommitted: bool,
+    uncommitted: Sequence[bool],
     draw: random.Random,
 ) -> None:
     """Take one step of the chosen sessions together, and one of each alone."""
     parts = [
-        SessionTokens(one.length, tuple(one.tokens[one.length : one.length + count]), one.among)
-        for one, count in zip(chosen, counts, strict=True)
+        SessionTokens(one.length, tuple(one.tokens[one.length : one.length + count]), one.among, None, later)
+        for one, count, later in zip(chosen, counts, uncommitted, strict=True)
     ]
     assert many.fits(parts)
     together = Features()
-    output = many.run(parts, None, together, uncommitted=uncommitted)
+    output = many.run(parts, None, together)
     assert output.logits is not None
     assert output.argmax is not None
     assert together.total is not None
@@ -105,19 +106,58 @@ def compare(
     logits, argmax = output.logits.clone(), output.argmax.clone()
     output.on_host.wait()
     assert torch.equal(output.on_host.tensor, argmax.cpu())
-    kept = [draw.randint(1, count) if uncommitted else count for count in counts]
-    if uncommitted:
-        many.commit([one.among for one in chosen], kept)
+    kept = [draw.randint(1, count) if later else count for count, later in zip(counts, uncommitted, strict=True)]
+    undecided = [(one.among, rows) for one, rows, later in zip(chosen, kept, uncommitted, strict=True) if later]
+    if undecided:
+        many.commit(*zip(*undecided, strict=True))
 
     first = 0
     for one, count, rows, part in zip(chosen, counts, kept, parts, strict=True):
         features = Features()
-        alone = single.run(part.token_ids, None, one.length, one.alone, features, uncommitted=uncommitted)
+        alone = single.run(part.token_ids, None, one.length, one.alone, features, uncommitted=part.uncommitted)
         assert alone.logits is not None
         assert features.total is not None
         assert_equal(logits[first : first + count], alone.logits)
         assert_equal(together.total[first : first + count], features.total)
-        if uncommitted:
+        if part.uncommitted:
             single.commit(one.alone, rows)
         one.length += rows
         first += count
+
+
+@pytest.mark.parametrize("name", BY_KERNELS)
+@torch.inference_mode()
+def test_a_prompt_is_the_same_in_any_chunks_beside_anything(tiny: Tiny, name: str) -> None:
+    """Chunks of more rows than a block has, beside blocks and single rows of others: as row by row alone."""
+    stage = load(tiny, name)
+    [segment] = stage.segments
+    single = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+    many = BatchRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+    tokens, other = ids(200 if ON_GPU else 12, seed=3), ids(40, seed=4)
+    # Plain answers have no room for a block's rows.
+    alone, among, beside = segment.allocate(220, 1), segment.allocate(220, 1), segment.allocate(60, 16)
+    expected = []
+    for position, token in enumerate(tokens):
+        output = single.run((token,), None, position, alone, None, uncommitted=False)
+        assert output.logits is not None
+        expected.append(output.logits.clone())
+    position = 0
+    for turn, count in enumerate((64, 1, 2, 40, 93) if ON_GPU else (7, 1, 2, 2)):
+        blocks = turn % 2 == 1
+        part = SessionTokens(position, tuple(tokens[position : position + count]), among)
+        rows = tuple(other[2 * turn : 2 * turn + (2 if blocks else 1)])
+        parts = [SessionTokens(2 * turn, rows, beside, None, blocks), part]
+        output = many.run(parts, None, None)
+        assert output.logits is not None
+        logits = output.logits.clone()
+        if blocks:
+            many.commit([beside], [2])
+        else:
+            many.run([SessionTokens(2 * turn + 1, (other[2 * turn + 1],), beside)], None, None)
+        for row in range(count):
+            assert_equal(logits[len(rows) + row], expected[position + row][0])
+        position += count
+    if among.recurrent is not None and alone.recurrent is not None:
+        before = among.recurrent.taps - 1
+        assert_equal(among.recurrent.state, alone.recurrent.state)
+        assert_equal(among.recurrent.conv[:, :before], alone.recurrent.conv[:, :before])

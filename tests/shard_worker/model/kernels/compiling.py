@@ -592,9 +592,8 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     sessions = [segment.allocate(512, 64) for _ in range(2)]
     blocks, contexts = BlocksAhead(drafting_together, embedding), [draft.allocate(256) for _ in range(8)]
     for rows in case.batches:
-        for uncommitted in (False, True):
-            parts = [SessionTokens(0, (5,) * (rows // 2), caches) for caches in sessions]
-            several.run(parts, None, Features(), uncommitted=uncommitted)
+        parts = [SessionTokens(0, (5,) * (rows // 2), caches, None, True) for caches in sessions]
+        several.run(parts, None, Features())
         several.commit(sessions, [1, 1])
         following = [Following(min(rows // 8, drafting.session_rows), context, 15) for context in contexts]
         chosen, total = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, case.target["hidden_size"])
