@@ -92,10 +92,13 @@ class StepRunner:
     def prepare(self, *, drafted: bool) -> None:
         """Compile what steps of any number of rows need, and capture the usual ones, so that none need wait.
 
-        drafted: blocks of a draft are verified, and it wants features; otherwise rows come one by one.
+        drafted: blocks of a draft are verified, and it wants features.
         """
         with self._segment.device.current():
             self._capture_once(self._make_variant(1, uncommitted=False, featured=False))
+            # Without a draft as well tokens are looked up and verified, and known ones computed anew by such steps.
+            self._capture_once(self._make_variant(BLOCK_ROWS, uncommitted=True, featured=False))
+            self.commit(self._segment.allocate(PAGE_ROWS, BLOCK_ROWS), 0)
             if not drafted:
                 return
             self._capture_once(self._make_variant(1, uncommitted=False, featured=True))
@@ -103,7 +106,6 @@ class StepRunner:
             for rows in ROW_COUNTS:
                 if rows > BLOCK_ROWS:
                     self._launch_on_scratch(self._make_variant(rows, uncommitted=True, featured=True))
-            self.commit(self._segment.allocate(PAGE_ROWS, BLOCK_ROWS), 0)
 
     def run(
         self,
