@@ -74,7 +74,8 @@ def run(
 ) -> Result:
     """Take rows [n, hidden] through all layers.
 
-    places: where the rows stand, by kind of layer. uncommitted: recurrent layers record the rows and do not advance.
+    places: where the rows stand, by kind of layer. uncommitted: recurrent layers record the rows of a session alone and
+    do not advance; of several ones `places` says it of each.
     then: float32 [hidden], the weight of the norm behind the last layer. capture: indices into `layers.weights` of the
     layers whose output is wanted. own: the rows' inputs of each layer by per-layer embeddings, [layers, n, size].
     """
