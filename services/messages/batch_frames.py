@@ -7,7 +7,6 @@ this is possible without knowing the model.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -28,10 +27,25 @@ from services.messages.session_frames import (
 )
 from services.messages.steps import Commit, FeatureSlice, Forward, Proposal
 from services.messages.tensors import IncomingTensor, OutgoingTensors, WireTensor
+from services.records import record
 from services.same_host.link import PayloadReader, PayloadSender
 
 
-@dataclass(frozen=True, slots=True)
+class _RowsOf:
+    """Cuts rows out of a tensor [rows, columns]."""
+
+    def __init__(self, tensor: WireTensor) -> None:
+        rows, self._columns = tensor.shape
+        self._dtype, self._data = tensor.dtype, memoryview(tensor.data)
+        self._row_bytes = len(self._data) // max(rows, 1)
+
+    def cut(self, first: int, end: int) -> WireTensor:
+        """Return rows [first, end), which are not copied."""
+        data = self._data[first * self._row_bytes : end * self._row_bytes]
+        return WireTensor(self._dtype, (end - first, self._columns), data)
+
+
+@record(frozen=True, slots=True)
 class BatchStep:
     """One session's step in a batch. stream_id: the session's number between the two processes."""
 
@@ -53,19 +67,18 @@ class StepBatch:
 
     def whole_steps(self) -> Iterator[BatchStep]:
         """Yield the steps with their own rows of the tensors, which are not copied."""
-        ends = itertools.accumulate(len(step.forward.token_ids) for step in self.steps)
-        for step, end in zip(self.steps, ends, strict=True):
-            first, base = end - len(step.forward.token_ids), step.forward.base_position
-            features = tuple(
-                FeatureSlice(base, _rows(piece.features, first, end), piece.capture_index) for piece in self.features
-            )
-            yield BatchStep(
-                step.stream_id,
-                replace(step.forward, activation=_rows(self.activation, first, end), features=features),
-            )
+        activation = _RowsOf(self.activation)
+        features = [(piece.capture_index, _RowsOf(piece.features)) for piece in self.features]
+        end = 0
+        for step in self.steps:
+            forward = step.forward
+            first, end = end, end + len(forward.token_ids)
+            pieces = tuple(FeatureSlice(forward.base_position, rows.cut(first, end), index) for index, rows in features)
+            whole = replace(forward, activation=activation.cut(first, end), features=pieces)
+            yield BatchStep(step.stream_id, whole)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class BatchAnswer:
     """What one session's step in a batch came to. proposal: where draft tokens were asked for, else None."""
 
@@ -152,13 +165,4 @@ def answers_from_message(message: stage_pb2.BatchAnswers) -> BatchAnswers:
             for one in message.answers
         ),
         message.batches_read,
-    )
-
-
-def _rows(tensor: WireTensor, first: int, end: int) -> WireTensor:
-    """Return rows [first, end) of a tensor [rows, columns]."""
-    rows, columns = tensor.shape
-    row_bytes = tensor.size_bytes // max(rows, 1)
-    return WireTensor(
-        tensor.dtype, (end - first, columns), memoryview(tensor.data)[first * row_bytes : end * row_bytes]
     )

@@ -44,6 +44,7 @@ from services.messages.steps import (
     StepFeatures,
     StepKind,
     StepLimit,
+    TokenLogprobs,
 )
 from services.messages.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
 from services.same_host.link import PayloadReader, PayloadSender
@@ -415,8 +416,11 @@ def commit_from_message(message: stage_pb2.Commit) -> Commit:
     timings = tuple(
         StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in message.timings
     )
-    logprobs = output_frames.logprobs_of_tokens(message)
-    prompt_logprobs = tuple(map(output_frames.logprobs_from_message, message.prompt_logprobs))
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    if message.logprobs or message.prompt_logprobs:
+        logprobs = output_frames.logprobs_of_tokens(message)
+        prompt_logprobs = tuple(map(output_frames.logprobs_from_message, message.prompt_logprobs))
     return Commit(
         message.step,
         message.length,

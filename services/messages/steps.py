@@ -12,6 +12,7 @@ from enum import StrEnum
 from services.layers import LayerRange
 from services.messages.sampling import SamplingParams
 from services.messages.tensors import WireTensor
+from services.records import record
 from services.telemetry.trace_context import Trace
 
 TOKEN_BYTES = 4
@@ -128,7 +129,7 @@ class StepKind(StrEnum):
     RESUME = "resume"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FeatureSlice:
     """What a draft reads of some rows, [rows, hidden], from `start_position` on.
 
@@ -141,7 +142,7 @@ class FeatureSlice:
     capture_index: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Forward:
     """One step of a session.
 
@@ -228,7 +229,7 @@ class StageIdentity:
     held_length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StageTiming:
     """Where the time of a step went on one stage, in nanoseconds.
 
@@ -256,7 +257,7 @@ class TokenLogprobs:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Commit:
     """What a step came to.
 
@@ -283,7 +284,7 @@ class Commit:
     batch_proposing: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Proposal:
     """The draft tokens for the step after `step`; none once the draft is lost.
 

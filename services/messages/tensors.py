@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from flashsplit.shard.v1 import tensor_pb2
 from services.dtypes import FLOAT8, ITEM_BYTES
 from services.errors import InvalidArgument
+from services.records import record
 from services.same_host.link import NO_LINKS, PIECE_BYTES, PayloadReader, PayloadSender
 
 CHUNK_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _DTYPE_NUMBERS = {
 _DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in _DTYPE_NUMBERS.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WireTensor:
     """A dense tensor as bytes: row-major, little-endian.
 

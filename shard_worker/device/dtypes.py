@@ -57,6 +57,11 @@ class OnHost:
     tensor: torch.Tensor
     done: torch.cuda.Event | None
 
+    @property
+    def there(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> torch.Tensor:
         if self.done is not None:
             self.done.synchronize()
@@ -137,14 +142,27 @@ def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
     return to_device(over_wire(tensor), device)
 
 
+def rows_from_wire(tensors: Sequence[WireTensor], device: torch.device) -> torch.Tensor:
+    """The rows of tensors that are alike, one's behind the other's, on the device."""
+    shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
+    host = torch.empty(shape, dtype=_BY_NAME[tensors[0].dtype], pin_memory=device.type != "cpu")
+    into, first = bytes_of(host), 0
+    # One by one: torch would wake all its threads for them.
+    for tensor in tensors:
+        data = memoryview(tensor.data)
+        into[first : first + len(data)] = data
+        first += len(data)
+    return host.to(device, non_blocking=True)
+
+
 def over_wire(tensor: WireTensor) -> torch.Tensor:
     """A tensor on the CPU over the bytes; no copy of large ones."""
     dtype = _BY_NAME[tensor.dtype]
     if not math.prod(tensor.shape):
         return torch.empty(tensor.shape, dtype=dtype)
     # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
-    data = tensor.data if isinstance(tensor.data, bytearray) else bytearray(tensor.data)
-    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+    data = memoryview(tensor.data)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype).view(tensor.shape)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

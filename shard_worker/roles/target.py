@@ -142,7 +142,8 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._events: DeviceEvents | None = None
         self._servicer = StageServicer(self, resources.links)
         # Drafts first: sessions wait for them with their next steps.
-        self._drafting = DraftBatches(resources.thread, self._announce)
+        self._drafting = DraftBatches(resources.thread, lambda: self._edges.flush())
+        resources.thread.before_waiting(self._announce_events)
         self.batches = StepBatches(resources.thread, self.sessions, self._drafting)
         self._edges = BatchEdges(resources.thread, self.batches)
         self.resting = RestingSessions(resources.kept_rows_bytes)
@@ -410,8 +411,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             self._events = DeviceEvents()
         return self._events
 
-    def _announce(self) -> None:
-        self._edges.flush()
+    def _announce_events(self) -> None:
         if self._events is not None:
             self._events.announce()
 

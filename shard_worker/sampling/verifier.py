@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from services.messages.steps import Forward, OpenSession, StepKind, TokenLogprobs
+from services.records import record
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.drawing import Draw, finite
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead, IssuedBlock
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ComputedStep:
     """A step whose rows went through the stage.
 
@@ -62,7 +62,7 @@ class ComputedStep:
         return self.alone and (forward.kind is StepKind.VERIFY or len(forward.token_ids) == 1)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepOutcome:
     """What a step produced on the last stage.
 

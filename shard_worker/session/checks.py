@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.messages.steps import (
@@ -16,6 +15,7 @@ from services.messages.steps import (
     StageTiming,
     StepKind,
 )
+from services.records import record
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.stage.stage import Stage
@@ -204,7 +204,7 @@ def check_restore(restore: SnapshotRestore, request: OpenSession, vocab_size: in
         raise InvalidArgument(f"token_ids must be {restore.length} ids below {vocab_size}", field="token_ids")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PassedStep:
     """A step that was passed on to the next stage and has not been answered.
 

@@ -63,6 +63,8 @@ class StepLimits:
         if limit is None:
             return following
         more = max(0, limit.last_step - following.step)
+        if (more, limit.propose_tokens) == (following.more, following.propose_tokens):
+            return following
         return replace(following, propose_tokens=limit.propose_tokens, more=more)
 
 
@@ -92,11 +94,12 @@ def _tokens_left(length: int, request: OpenSession) -> int:
 
 
 def following_step(
-    step: Forward, length: int, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...], request: OpenSession
+    step: Forward | Commit, length: int, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...], request: OpenSession
 ) -> Forward | None:
     """Return the step that follows this one by itself, None where none does.
 
-    draft_tokens: what the draft proposed behind `token_ids`. The other arguments are as in `is_followed`.
+    step: it, or its answer, which says how many follow and for how many draft tokens they ask as well. draft_tokens:
+    what the draft proposed behind `token_ids`. The other arguments are as in `is_followed`.
     """
     if not is_followed(step.more, length, token_ids, request):
         return None
@@ -115,8 +118,7 @@ def following_step(
 def step_behind(commit: Commit, draft_tokens: tuple[int, ...], request: OpenSession) -> Forward | None:
     """Return the step that follows by itself the one that was answered, None where none does. commit: says how many
     follow and for how many draft tokens they ask; draft_tokens: those for the step."""
-    step = Forward(commit.step, 0, (), StepKind.DECODE, commit.propose_tokens, more=commit.more)
-    return following_step(step, commit.length, commit.token_ids, draft_tokens, request)
+    return following_step(commit, commit.length, commit.token_ids, draft_tokens, request)
 
 
 def probable_following_step(step: Forward, request: OpenSession) -> Forward | None:

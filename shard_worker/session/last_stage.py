@@ -436,6 +436,7 @@ class LastStageDeviceSession(DeviceSession):
             self._answer_together(commit, None)
         if step.alone:
             self.announce()
+            self._events.announce()
         then = functools.partial(self._drafted, forward, outcome.token_ids, request, commit)
         if draft is not None:
             failed = functools.partial(self._draft_failed, then)
@@ -568,7 +569,7 @@ class LastStageDeviceSession(DeviceSession):
         stops = self._request.stop_token_ids
         return Following(rows, draft.state, forward.propose_tokens, stops, whole=whole, before=before)
 
-    def is_decided_by_argmax(self, forward: Forward) -> bool:
+    def is_copied_at_once(self, forward: Forward) -> bool:
         return self._request.draft is None and self._verifier.needs_argmax_alone
 
     def draws(self, forward: Forward) -> list[Draw] | None:

@@ -411,6 +411,7 @@ class RelayDeviceSession(DeviceSession):
             self._edges.add_step(self, step, arrived_ns)
             if step.alone:
                 self.announce()
+                self._events.announce()
             return
         outgoing = self._outgoing(step)
         sent, leaving, below = outgoing.as_sent(), outgoing.leaving, self._lanes.below

@@ -41,6 +41,7 @@ from services.messages.steps import (
     StepLimit,
 )
 from services.messages.tensors import WireTensor
+from services.records import record
 from services.streams.batch_members import BatchMembers
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import StateView
@@ -97,7 +98,7 @@ class SessionHost:
 # --- what the device thread tells the event loop
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepPassedOn:
     """A step was computed, and goes on to the next stage from the device thread.
 
@@ -115,7 +116,7 @@ class StepNotSent:
     step: Forward
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepAnswered:
     """A step that went on together with others was answered with them.
 
@@ -126,7 +127,7 @@ class StepAnswered:
     proposal: Proposal | None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepDecided:
     """A step was computed on the last stage, which decided how many of its rows count and what it produced.
 
@@ -140,7 +141,7 @@ class StepDecided:
     answered: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepDrafted:
     """The draft beside the stage has taken a step's features and proposed what it was asked for; or there is none.
 
@@ -265,6 +266,7 @@ class TargetSession(ABC):
             if forward.step != self._next_step:
                 # The device thread may be ahead of what has been heard of it here.
                 await self.host.thread.submit(int)
+                self.host.events.handle_waiting()
             await self._settle(self._tasks_allowed(forward))
             self._check(forward)
             await self._run(forward, arrived_ns)
@@ -600,6 +602,14 @@ class DeviceSession(ABC):
         return self._request.stage + 1 + len(self._request.route)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether stages can have a step on their devices while they read the results of another one: where the most
+        probable tokens decide."""
+        request = self._request
+        chosen = request.sampling.temperature or request.logprobs is not None or request.draft is not None
+        return not chosen and self._stage.overlaps(1)
+
+    @property
     def most_rows(self) -> int:
         """How many rows the stage computes together."""
         return self._stage.most_rows_together
@@ -624,9 +634,10 @@ class DeviceSession(ABC):
         rows begin that follow issued blocks, and their tokens."""
         raise AssertionError("no blocks are issued here")
 
-    def is_decided_by_argmax(self, forward: Forward) -> bool:
-        """Return whether what a step comes to is known from the most probable token of each row."""
-        return False
+    def is_copied_at_once(self, forward: Forward) -> bool:
+        """Return whether all that is needed of a step's results is copied to the host right behind it, so that the
+        next step may overwrite them: the rows for the next stage, or the most probable tokens where these decide."""
+        return self._request.draft is None
 
     def draws(self, forward: Forward) -> list[Draw] | None:
         """Return how the tokens behind the last rows of a step that comes next are drawn, where nothing but the logits
@@ -660,7 +671,11 @@ class DeviceSession(ABC):
             output = StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype))
             return ComputedStep(forward, output, features, started_ns, 1, 0, proposing)
         computed = self._stage.step(
-            given.state, given.token_ids, given.features, uncommitted=given.uncommitted, hidden=given.hidden
+            given.state,
+            given.token_ids,
+            given.features,
+            uncommitted=given.uncommitted,
+            hidden=given.hidden,
         )
         return ComputedStep(forward, computed, features, started_ns, 1, len(given.token_ids), proposing)
 
@@ -677,9 +692,8 @@ class DeviceSession(ABC):
         self._stage.reserve(state, len(forward.token_ids))
         self._progress.step = forward.step
         self._next.forget()
-        features, hidden = self._features(), None
+        features = self._features()
         if forward.activation is not None:
-            hidden = over_wire(forward.activation)
             # They stay on the host until the step is launched, which may have been prelaunched on the device.
             for piece in forward.features:
                 assert features is not None
@@ -689,7 +703,7 @@ class DeviceSession(ABC):
                 else:
                     features.slices[piece.capture_index] = tensor
         uncommitted = forward.kind is StepKind.VERIFY
-        return StepInput(self._stage, state, forward.token_ids, features, uncommitted, hidden, behind)
+        return StepInput(self._stage, state, forward.token_ids, features, uncommitted, forward.activation, behind)
 
     def _features(self) -> Features | None:
         """Return what a step's captured rows are added to, None where no draft wants any."""
@@ -727,13 +741,12 @@ class DeviceSession(ABC):
         check_tensors(forward, self._stage, self.captures)
 
     def tell(self, event: DeviceEvent) -> None:
-        """Tell the session on the event loop of an event, with the next `announce`."""
+        """Tell the session on the event loop of an event: when the thread waits the next time, or with the next
+        `announce` of the events."""
         self._events.put(self._handle, event)
 
     def announce(self) -> None:
-        """Have the stages beside this one and the event loop hear what is for them, of all sessions here."""
         self._edges.flush()
-        self._events.announce()
 
     # --- lanes
 

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from services.errors import FlashsplitError
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward, StepKind
-from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, raising_first
+from services.records import record
+from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, looks_without_sleep, raising_first
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw, draw_together
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.stage.stage import StepInput
-from shard_worker.stage.step_graph import StepPart, token_of_row
+from shard_worker.stage.step_graph import StepOutput, StepPart, token_of_row
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import IssuedBlock
@@ -37,6 +38,14 @@ BLOCKS_AHEAD_FROM = 8
 """From so many sessions on, steps behind issued blocks are launched before the results of the last one are read, which
 take the host as long by then as the device needs for a few rows: 16 sessions get 11 % more tokens/s by that, 4 get
 nothing (8B shape, H200)."""
+
+GROUP_SESSIONS = 16
+"""A batch of so many sessions takes a GPU hardly longer than one of fewer. Where the stages of a chain have a step on
+their devices while they read the results of another one, more sessions than that make more batches than stages, up to
+twice as many."""
+
+LOOKS_S = 0.1
+"""How long results are looked for, and what comes meanwhile launched behind them, before the thread only waits."""
 
 FEW_ROWS = 128
 """Up to so many rows a step costs hardly more than one of a few: the weights are read once in any case, and what is
@@ -50,6 +59,10 @@ class SteppingSession(Protocol):
     @property
     def chain_length(self) -> int:
         """Of how many stages the session's chain is made."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its stage can have a step on its device while it reads the results of another one."""
 
     @property
     def most_rows(self) -> int:
@@ -74,8 +87,9 @@ class SteppingSession(Protocol):
         """Queue that the device puts into the parameters of a step, which were sent, what it alone knows yet: where the
         rows begin that follow issued blocks, and their tokens."""
 
-    def is_decided_by_argmax(self, forward: Forward) -> bool:
-        """Return whether what a step comes to is known from the most probable token of each row."""
+    def is_copied_at_once(self, forward: Forward) -> bool:
+        """Return whether all that is needed of a step's results is copied to the host right behind it, so that the
+        next step may overwrite them: the rows for the next stage, or the most probable tokens where these decide."""
 
     def issue_together(
         self, steps: Sequence[tuple[SteppingSession, Forward]], outputs: Sequence[StepPart]
@@ -94,10 +108,10 @@ class SteppingSession(Protocol):
         """Run the stage on a step alone that was begun, of which `given` came."""
 
     def announce(self) -> None:
-        """Have others hear what came of steps."""
+        """Have the stages beside this one hear what came of steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WaitingStep:
     """A step to be computed.
 
@@ -141,6 +155,17 @@ class _Launched:
     issued: Sequence[IssuedBlock | None]
     started_ns: int
 
+    @property
+    def results(self) -> StepOutput:
+        """The results of all rows."""
+        return self.outputs[0].whole
+
+    @property
+    def is_looked_for(self) -> bool:
+        """Whether the results are not there, and it makes sense to do something else until they are."""
+        on_host, age_ns = self.results.on_host, time.monotonic_ns() - self.started_ns
+        return on_host is not None and not on_host.there and age_ns < LOOKS_S * 1e9 and looks_without_sleep()
+
 
 class StepBatches:
     """The steps that wait on one device thread, as `BatchedWork` of that thread."""
@@ -153,6 +178,8 @@ class StepBatches:
         """Steps that came alone, and such as came together."""
         self._launched: _Launched | None = None
         """The step whose results have not been read yet."""
+        self._behind: _Launched | None = None
+        """In a chain of several stages, a step of other sessions behind that one on the device."""
         self._expected: dict[SteppingSession, _Row] = {}
         """Those of its rows that nobody has asked for yet: the results of the step before it are being read, or the
         draft tokens behind that one are still to come."""
@@ -258,8 +285,9 @@ class StepBatches:
         return self._launched is not None or bool(self._waiting)
 
     def drop(self) -> None:
-        launched, self._launched = self._launched, None
-        for row in [] if launched is None else launched.rows:
+        on_device = [one for one in (self._launched, self._behind) if one is not None]
+        self._launched = self._behind = None
+        for row in [row for one in on_device for row in one.rows]:
             if row.step is not None:
                 row.step.dropped()
         while self._waiting:
@@ -270,10 +298,12 @@ class StepBatches:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
         leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
         with raising_first() as errors:
-            if self._launched is not None:
-                self._go_on(errors)
-            else:
+            if self._launched is None:
                 self._compute(self._next(), errors)
+            elif self._launched.rows[0].session.chain_length > 1:
+                self._overlap(self._launched, errors)
+            else:
+                self._go_on(errors)
             if not self.waiting:
                 self._results_ns = None
 
@@ -331,8 +361,11 @@ class StepBatches:
                 self._waiting.append(one)
 
     def _share(self, session: SteppingSession) -> int:
-        """Return how many sessions a batch has at most, so that each stage has one."""
-        return -(-len(self._sessions) // session.chain_length)
+        """Return how many sessions a batch has at most, so that each stage has one, or two where it can be about both
+        and they are large enough."""
+        stages, sessions = session.chain_length, len(self._sessions)
+        most = 2 * stages if stages > 1 and session.overlaps else stages
+        return -(-sessions // max(stages, min(most, sessions // GROUP_SESSIONS)))
 
     def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
         """Compute steps together, or one behind the other what is too much for one step."""
@@ -391,6 +424,7 @@ class StepBatches:
                     _fail(row.step, error, errors)
             return None
         self._count(count, len(rows))
+        self._thread.busy_time.begin()
         return _Launched(rows, outputs, issued, started_ns)
 
     # --- steps behind one whose results are not read yet
@@ -401,10 +435,12 @@ class StepBatches:
         launched = self._launched
         if launched is None:
             return False
+        if launched.rows[0].session.chain_length > 1 and launched.results.on_host is None:
+            return False
         if all(issued is not None for issued in launched.issued):
             stage, rows = launched.rows[0].given.stage, sum(len(row.given.token_ids) for row in launched.rows)
             return len(self._sessions) >= BLOCKS_AHEAD_FROM and stage.steps_behind(rows, blocks=True)
-        return all(row.session.is_decided_by_argmax(row.forward) for row in launched.rows)
+        return all(row.session.is_copied_at_once(row.forward) for row in launched.rows)
 
     def _go_on(self, errors: list[Exception]) -> None:
         """Launch what follows by itself behind the step that is on the device, with what has come, and then read the
@@ -470,16 +506,49 @@ class StepBatches:
         begun = [step for one in joining for step in _steps(one) if step.begins()]
         return self._begun(begun, errors) + rows
 
-    def _settle_launched(self, errors: list[Exception]) -> None:
-        """Read the results of the step that is on the device, if there is one."""
-        self._ask_for_launched(errors)
-        launched, self._launched = self._launched, None
-        if launched is not None:
-            self._settle_all(launched, errors)
-            launched.rows[0].session.announce()
+    # --- in a chain of several stages, whose next steps come from the stages beside this one
 
-    @staticmethod
-    def _settle_all(launched: _Launched, errors: list[Exception]) -> None:
+    def _overlap(self, launched: _Launched, errors: list[Exception]) -> None:
+        """Launch what has come behind the step that is on the device, and read the results of that one once they are
+        there. Returns before, so that what comes meanwhile is found."""
+        if self._behind is None and self._waiting and self._may_go_on():
+            rows = self._begun(self._next(), errors)
+            if not self._fits_behind(rows):
+                self._compute_rows(rows, errors)
+                return
+            self._behind = self._launch(rows, errors)
+        if launched.is_looked_for:
+            self._thread.about_to_wait()
+        else:
+            self._settle_first(errors)
+
+    def _fits_behind(self, rows: Sequence[_Row]) -> bool:
+        """Return whether these are one step that can be launched at once."""
+        if len(rows) < 2:
+            return False
+        inputs = [row.given for row in rows]
+        stage, count = inputs[0].stage, sum(len(given.token_ids) for given in inputs)
+        return stage.most_together(inputs) == len(rows) and stage.overlaps(count)
+
+    def _settle_first(self, errors: list[Exception]) -> None:
+        """Read the results of the first step that is on the device, and go on to the one behind it."""
+        launched, self._launched, self._behind = self._launched, self._behind, None
+        assert launched is not None
+        self._thread.computes("step", sum(len(row.given.token_ids) for row in launched.rows))
+        self._settle_all(launched, errors)
+        if self._launched is not None:
+            # It began when that one ended.
+            self._launched.started_ns = max(self._launched.started_ns, time.monotonic_ns())
+        launched.rows[0].session.announce()
+
+    def _settle_launched(self, errors: list[Exception]) -> None:
+        """Read the results of all steps that are on the device, if there are any."""
+        self._ask_for_launched(errors)
+        while self._launched is not None:
+            self._settle_first(errors)
+
+    def _settle_all(self, launched: _Launched, errors: list[Exception]) -> None:
+        self._thread.about_to_wait()
         sessions, row_count = len(launched.rows), sum(len(row.given.token_ids) for row in launched.rows)
         proposing = sum(row.forward.propose_tokens > 0 for row in launched.rows)
         try:
@@ -490,6 +559,8 @@ class StepBatches:
                 if row.step is not None:
                     _fail(row.step, error, errors)
             return
+        finally:
+            self._thread.busy_time.end()
         for row, output, issued, tokens in zip(launched.rows, launched.outputs, launched.issued, drawn, strict=True):
             if row.step is not None:
                 features, began_ns = row.given.features or Features(), launched.started_ns
@@ -578,7 +649,7 @@ def _drawn(launched: _Launched) -> list[list[int] | None]:
 def _wait(launched: _Launched) -> int | None:
     """Wait for a step's results where they are awaited for all sessions at once, and return when they were there; None
     where each session does so, or something else is known sooner."""
-    results = launched.outputs[0].whole
+    results = launched.results
     if results.on_host is None or results.argmax is None or any(launched.issued):
         return None
     launched.outputs[0].argmax_on_host()

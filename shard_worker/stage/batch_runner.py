@@ -7,11 +7,11 @@ the memory that they read and write between sessions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from services.records import record
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
@@ -36,7 +36,7 @@ _STEPS_LAUNCHED = 2
 """The most steps that are launched at a time: the results of each stay on the host until the one behind the next is."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SessionTokens:
     """One session's part of a step: the first row's position, a token for each, and the session's caches.
 
@@ -138,7 +138,13 @@ class BatchRunner:
         if self._own is not None:
             # What tokens bring to each layer is looked up on the host.
             return False
-        return rows <= ROW_COUNTS[-1] and _variant(rows, blocks) in self._captured
+        return self.is_captured(rows, featured=blocks)
+
+    def is_captured(self, rows: int, *, featured: bool) -> bool:
+        """Return whether a step of so many rows has been captured, so that `run` does nothing but launch it. featured:
+        a draft wants features of its rows."""
+        featured = featured and self._segment.capture is not None
+        return rows <= ROW_COUNTS[-1] and _variant(rows, featured) in self._captured
 
     def run(
         self,

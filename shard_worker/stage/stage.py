@@ -14,10 +14,12 @@ import torch
 from services.layers import LayerRange
 from services.messages.description import StepEngine
 from services.messages.steps import LONGEST_JOINING
+from services.messages.tensors import WireTensor
 from services.model.config import LayerKind, ModelConfig
+from services.records import record
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.device.dtypes import to_device
+from shard_worker.device.dtypes import over_wire, rows_from_wire
 from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
 from shard_worker.model.rows import PLAIN, SessionRows
@@ -68,13 +70,13 @@ class StageState:
             caches.free_unseen(length)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepInput:
     """A step's rows of one session on a stage, as `Stage.step_together` takes them.
 
     token_ids: a token for each row. features: what captured rows are added to, with what came of the stages before;
     None where no draft wants any. uncommitted: `commit` says later how many of the rows count; otherwise all do.
-    hidden: what the stage before made of the rows, [n, hidden] on the CPU; None on the first stage. behind: as of
+    hidden: what the stage before made of the rows, [n, hidden]; None on the first stage. behind: as of
     `SessionTokens`.
     """
 
@@ -83,7 +85,7 @@ class StepInput:
     token_ids: tuple[int, ...]
     features: Features | None
     uncommitted: bool
-    hidden: torch.Tensor | None = None
+    hidden: WireTensor | None = None
     behind: int | None = None
 
 
@@ -205,11 +207,11 @@ class Stage:
         features: Features | None,
         *,
         uncommitted: bool,
-        hidden: torch.Tensor | None = None,
+        hidden: WireTensor | None = None,
     ) -> StepOutput | StepPart:
         """Run the stage on the rows of these tokens, by kernels where they take such a step. Otherwise as `run`.
 
-        hidden: what the stage before made of the rows, on the CPU; None on the first stage. The logits of all rows are
+        hidden: what the stage before made of the rows; None on the first stage. The logits of all rows are
         in the output where kernels computed it.
         """
         count = len(token_ids)
@@ -218,12 +220,13 @@ class Stage:
             return self.step_together([StepInput(self, state, tuple(token_ids), features, uncommitted, hidden)])[0]
         if not runners:
             self.cancel()
-            rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
+            rows = self.embed(token_ids) if hidden is None else rows_from_wire([hidden], self.device)
             return StepOutput(self.run(state, rows, features, uncommitted=uncommitted, token_ids=token_ids))
         output: StepOutput | None = None
+        moving = None if hidden is None else over_wire(hidden)
         for runner, caches in zip(runners, state.caches, strict=True):
-            output = runner.run(token_ids, hidden, state.length, caches, features, uncommitted=uncommitted)
-            hidden = output.hidden
+            output = runner.run(token_ids, moving, state.length, caches, features, uncommitted=uncommitted)
+            moving = output.hidden
         self._count(state, count, uncommitted)
         assert output is not None
         return output
@@ -263,6 +266,11 @@ class Stage:
         are read. Rows of it may be left out later, by `take_back`. blocks: as of `BatchRunner.runs_behind`."""
         return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows, blocks=blocks)
 
+    def overlaps(self, rows: int) -> bool:
+        """Return whether a step of so many rows of several sessions, of which no draft wants features, can be launched
+        while the results of one before it are on their way to the host."""
+        return len(self.batch_runners) == 1 and self.batch_runners[0].is_captured(rows, featured=False)
+
     @staticmethod
     def take_back(state: StageState) -> None:
         """Leave out the rows that were computed last, where the stage steps behind others. They keep their memory."""
@@ -289,7 +297,7 @@ class Stage:
         token_ids = [token for one in inputs for token in one.token_ids]
         hidden = None
         if inputs[0].hidden is not None:
-            hidden = to_device(torch.cat([one.hidden for one in inputs if one.hidden is not None]), self.device)
+            hidden = rows_from_wire([one.hidden for one in inputs if one.hidden is not None], self.device)
         wanted = [one.features for one in inputs if one.features is not None]
         features = joined(wanted) if wanted else None
         if self.batch_runners:

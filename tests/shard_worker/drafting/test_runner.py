@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from shard_worker.device.dtypes import to_wire
 from shard_worker.drafting.choosers.dflash2 import Selector
 from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
@@ -192,7 +193,7 @@ class Pair:
     def run(self, tokens: Sequence[int], features: Features | None, *, uncommitted: bool) -> StepOutput:
         hidden = None
         if self.front is not None:
-            hidden = self.front.step(self.front_state, tokens, features, uncommitted=uncommitted).hidden
+            hidden = to_wire(self.front.step(self.front_state, tokens, features, uncommitted=uncommitted).hidden)
         return self.stage.step(self.state, tokens, features, uncommitted=uncommitted, hidden=hidden)
 
     def commit_front(self) -> None:

@@ -15,13 +15,16 @@ from services.errors import ResourceExhausted
 from services.messages.batch_frames import StepBatch
 from services.messages.description import HeadPlace
 from services.messages.steps import Commit, Failure, Forward, SnapshotRestore, SnapshotRestored, StepKind
+from shard_worker.session import step_batches
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import TargetSession
+from shard_worker.session.step_batches import StepBatches
 from shard_worker.stage.stage import StepInput
 from tests.shard_worker.chain import Chain
 from tests.shard_worker.session.session_memory import stages_of
 from tests.shard_worker.session.test_following import follow, tokens_of
 from tests.shard_worker.session.test_step_batches import COUNT, REQUESTS, answer, produced
+from tests.shard_worker.session.watched_stage import watch
 from tests.shard_worker.tiny import Tiny, ids
 
 
@@ -91,6 +94,34 @@ async def test_answers_are_those_of_each_alone(
         # None is cut, as all its steps are of one kind here; two that wait at the same time may become one.
         to_second, to_last = batches_to(chain, 1), batches_to(chain, 2)
         assert (sum(to_last), len(to_last) <= len(to_second)) == (sum(to_second), True)
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+async def test_steps_begin_before_the_results_of_others_are_there(
+    new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
+) -> None:
+    """Where a GPU computes them: what it overwrites is not needed, and who needs it is waited for."""
+    monkeypatch.setattr(step_batches, "GROUP_SESSIONS", 1)
+    monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
+    behind: list[int] = []
+    settle = StepBatches._settle_first
+
+    def noting(batches: StepBatches, errors: list[Exception]) -> None:
+        if batches._behind is not None:
+            behind.append(len(batches._behind.rows))
+        settle(batches, errors)
+
+    monkeypatch.setattr(StepBatches, "_settle_first", noting)
+    chain = new_chain(name, cuts)
+    alone = await answers_alone(chain)
+    for role in chain.roles:
+        watch(role, looks=3)
+    for _ in range(20):
+        answers = await asyncio.gather(*(answer(chain, request, batch_invariant_rows=16) for request in REQUESTS * 2))
+        assert [produced(commits) for commits in answers] == alone * 2
+        if len(behind) > 4:
+            return
+    pytest.fail(f"sessions of steps behind others: {behind}")
 
 
 @pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.PROJECTED])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.messages.steps import Forward, StepKind
+from shard_worker.device.busy_time import BusyTime
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.step_batches import StepBatches
 
@@ -50,7 +51,7 @@ class Session:
         self.stage.batches.append([given.name])
         return ComputedStep(forward, given, None, 0, 1, len(given.token_ids), 0)  # type: ignore[arg-type]
 
-    def is_decided_by_argmax(self, forward: Forward) -> bool:
+    def is_copied_at_once(self, forward: Forward) -> bool:
         return False
 
     def draws(self, forward: Forward) -> None:
@@ -69,7 +70,13 @@ class Scheduled:
     def __init__(self) -> None:
         self.stage, self.sessions = RecordingStage(), list[Session]()
         thread = SimpleNamespace(
-            serve=lambda work: None, notice=lambda: None, computes=lambda what, rows: None, has_jobs=False, busy=False
+            serve=lambda work: None,
+            notice=lambda: None,
+            computes=lambda what, rows: None,
+            about_to_wait=lambda: None,
+            busy_time=BusyTime(),
+            has_jobs=False,
+            busy=False,
         )
         nothing = SimpleNamespace(waiting=False)
         self.steps = StepBatches(thread, self.sessions, nothing)  # type: ignore[arg-type]

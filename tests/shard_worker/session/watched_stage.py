@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.roles.target import TargetRole
 from shard_worker.stage.stage import Stage, StageState, StepInput
@@ -16,6 +17,20 @@ from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 
 def do_nothing(*_: object) -> None:
     """A hook that a test does not need."""
+
+
+class LateEvent:
+    """An event of a device that has not happened before it was looked for so many times."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def query(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,8 @@ class WatchedStage(Stage):
     called with the rows that are released, and whether the step is certain. before_prelaunch: called with the state,
     the number of rows and the rows where they are known. with_gpu: prelaunch as if the stage were on a GPU. behind:
     compute steps before the results of the last one are read, as a GPU does; here its logits, one list for each step.
+    looks: how often the results of a step of several sessions are looked for before they are there, as on a GPU, where
+    the next one overwrites all but what is copied; None for at once.
     """
 
     before_step: Callable[[StageState], None] = do_nothing
@@ -37,6 +54,8 @@ class WatchedStage(Stage):
     with_gpu: bool = False
     most: int | None = None
     behind: list[torch.Tensor] | None = None
+    looks: int | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def prelaunches(self) -> bool:
@@ -54,10 +73,15 @@ class WatchedStage(Stage):
     def steps_behind(self, rows: int, *, blocks: bool) -> bool:
         return super().steps_behind(rows, blocks=blocks) if self.behind is None else rows <= (256 if blocks else 16)
 
+    def overlaps(self, rows: int) -> bool:
+        return super().overlaps(rows) if self.looks is None else True
+
     def step_together(
         self, inputs: Sequence[StepInput], complete: Callable[[Any], None] | None = None
     ) -> list[StepPart]:
         self.before_together(inputs)
+        if self.looks is not None:
+            return self._step_with_late_results(inputs, self.looks)
         if self.behind is None:
             return super().step_together(inputs, complete)
         known = [
@@ -76,6 +100,17 @@ class WatchedStage(Stage):
         logits = [part.logits for part in parts]
         self.behind.append(torch.cat([rows for rows in logits if rows is not None]))
         return parts
+
+    def _step_with_late_results(self, inputs: Sequence[StepInput], looks: int) -> list[StepPart]:
+        while self.logits:
+            self.logits.pop().fill_(torch.nan)
+        output = super().step_together(inputs)[0].whole
+        argmax = None if output.logits is None else output.logits.argmax(-1)
+        if output.logits is not None:
+            self.logits.append(output.logits)
+        done: Any = LateEvent(looks)
+        on_host = OnHost((output.hidden if argmax is None else argmax).clone(), done)
+        return replace(output, argmax=argmax, on_host=on_host).parts([len(one.token_ids) for one in inputs])
 
     def _token(self, token: int) -> int:
         assert self.behind is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.layers import LayerRange
-from shard_worker.device.dtypes import bytes_of
+from shard_worker.device.dtypes import bytes_of, to_wire
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
 from shard_worker.stage.loader import CaptureRequest
@@ -219,7 +219,8 @@ def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
             for tokens, uncommitted in ((ids(20), False), ([5], False), (ids(9, seed=4), True)):
                 moving: torch.Tensor | None = None
                 for stage, state in zip(stages, states, strict=True):
-                    moving = stage.step(state, tokens, None, uncommitted=uncommitted, hidden=moving).hidden.clone()
+                    hidden = None if moving is None else to_wire(moving)
+                    moving = stage.step(state, tokens, None, uncommitted=uncommitted, hidden=hidden).hidden.clone()
                 assert moving is not None
                 rows.append(moving)
         answers.append(torch.cat(rows))
@@ -240,7 +241,7 @@ def in_turn(stage: Stage, *, prelaunched: bool) -> list[torch.Tensor]:
     for turn, (at, count, kept) in enumerate(plan):
         for state in states:
             uncommitted = count == 16
-            hidden = None if stage.embedding is not None else rows[at : at + count]
+            hidden = None if stage.embedding is not None else to_wire(rows[at : at + count])
             output = stage.step(state, tokens[at : at + count], None, uncommitted=uncommitted, hidden=hidden)
             made.append(output.hidden.cpu())
             if uncommitted:
@@ -321,8 +322,8 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     state, other = (stage.allocate(640, 16) for _ in range(2))
     runner = stage.runners[0]
     assert runner is not None
-    stage.step(state, tokens[:250], None, uncommitted=False, hidden=rows[:250])
-    stage.step(other, tokens[:250], None, uncommitted=False, hidden=rows[:250])
+    stage.step(state, tokens[:250], None, uncommitted=False, hidden=to_wire(rows[:250]))
+    stage.step(other, tokens[:250], None, uncommitted=False, hidden=to_wire(rows[:250]))
     for turn, kept in enumerate((16, 3, 1, 16, 9, 16, 2, 5)):
         at = state.length
         count = 16 if turn % 4 else 11
@@ -338,11 +339,11 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             if turn % 3 == 1:
                 first = other.length
                 between = rows[first : first + 16]
-                stage.step(other, tokens[first : first + 16], None, uncommitted=True, hidden=between)
+                stage.step(other, tokens[first : first + 16], None, uncommitted=True, hidden=to_wire(between))
                 stage.commit(other, other.length + 1)
             elif turn % 3 == 2:
                 stage.prelaunch(other, 16)
-        output = stage.step(state, block, None, uncommitted=True, hidden=hidden)
+        output = stage.step(state, block, None, uncommitted=True, hidden=to_wire(hidden))
         # Waiting for the device itself would wait for what is prelaunched.
         if runner.prelaunched is None:
             made.append(output.hidden.cpu())
@@ -372,7 +373,7 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     tokens, made = ids(400), []
     state, runner = stage.allocate(640, 16), stage.runners[0]
     assert runner is not None
-    stage.step(state, tokens[:250], None, uncommitted=False, hidden=rows[:250])
+    stage.step(state, tokens[:250], None, uncommitted=False, hidden=to_wire(rows[:250]))
     for turn, at in enumerate(range(250, 290)):
         hidden = rows[at : at + 1]
         asked = StepRows(at, (tokens[at],), False, False)
@@ -382,7 +383,7 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             if turn % 3:
                 stage.release(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
                 assert (runner.released is not None) == (turn % 4 != 3 or not stage.is_recurrent)
-        output = stage.step(state, tokens[at : at + 1], None, uncommitted=False, hidden=hidden)
+        output = stage.step(state, tokens[at : at + 1], None, uncommitted=False, hidden=to_wire(hidden))
         assert output.on_host is not None
         made.append(output.on_host.wait().clone())
     return [*made, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]
