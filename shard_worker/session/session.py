@@ -602,14 +602,6 @@ class DeviceSession(ABC):
         return self._request.stage + 1 + len(self._request.route)
 
     @property
-    def overlaps(self) -> bool:
-        """Whether stages can have a step on their devices while they read the results of another one: where the most
-        probable tokens decide."""
-        request = self._request
-        chosen = request.sampling.temperature or request.logprobs is not None or request.draft is not None
-        return not chosen and self._stage.overlaps(1)
-
-    @property
     def most_rows(self) -> int:
         """How many rows the stage computes together."""
         return self._stage.most_rows_together

@@ -39,11 +39,6 @@ BLOCKS_AHEAD_FROM = 8
 take the host as long by then as the device needs for a few rows: 16 sessions get 11 % more tokens/s by that, 4 get
 nothing (8B shape, H200)."""
 
-GROUP_SESSIONS = 16
-"""A batch of so many sessions takes a GPU hardly longer than one of fewer. Where the stages of a chain have a step on
-their devices while they read the results of another one, more sessions than that make more batches than stages, up to
-twice as many."""
-
 LOOKS_S = 0.1
 """How long results are looked for, and what comes meanwhile launched behind them, before the thread only waits."""
 
@@ -59,10 +54,6 @@ class SteppingSession(Protocol):
     @property
     def chain_length(self) -> int:
         """Of how many stages the session's chain is made."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether its stage can have a step on its device while it reads the results of another one."""
 
     @property
     def most_rows(self) -> int:
@@ -361,11 +352,8 @@ class StepBatches:
                 self._waiting.append(one)
 
     def _share(self, session: SteppingSession) -> int:
-        """Return how many sessions a batch has at most, so that each stage has one, or two where it can be about both
-        and they are large enough."""
-        stages, sessions = session.chain_length, len(self._sessions)
-        most = 2 * stages if stages > 1 and session.overlaps else stages
-        return -(-sessions // max(stages, min(most, sessions // GROUP_SESSIONS)))
+        """Return how many sessions a batch has at most, so that each stage has one."""
+        return -(-len(self._sessions) // session.chain_length)
 
     def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
         """Compute steps together, or one behind the other what is too much for one step."""

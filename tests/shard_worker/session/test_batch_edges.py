@@ -101,7 +101,8 @@ async def test_steps_begin_before_the_results_of_others_are_there(
     new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
 ) -> None:
     """Where a GPU computes them: what it overwrites is not needed, and who needs it is waited for."""
-    monkeypatch.setattr(step_batches, "GROUP_SESSIONS", 1)
+    # More batches than stages.
+    monkeypatch.setattr(StepBatches, "_share", lambda batches, session: 2)
     monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
     behind: list[int] = []
     settle = StepBatches._settle_first
