@@ -142,7 +142,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._events: DeviceEvents | None = None
         self._servicer = StageServicer(self, resources.links)
         # Drafts first: sessions wait for them with their next steps.
-        self._drafting = DraftBatches(resources.thread, lambda: self._edges.flush())
+        self._drafting = DraftBatches(resources.thread, self._announce)
         resources.thread.before_waiting(self._announce_events)
         self.batches = StepBatches(resources.thread, self.sessions, self._drafting)
         self._edges = BatchEdges(resources.thread, self.batches)
@@ -410,6 +410,10 @@ class TargetRole(WorkerRole[LoadTarget]):
         if self._events is None or self._events.loop is not asyncio.get_running_loop():
             self._events = DeviceEvents()
         return self._events
+
+    def _announce(self) -> None:
+        self._edges.flush()
+        self._announce_events()
 
     def _announce_events(self) -> None:
         if self._events is not None:

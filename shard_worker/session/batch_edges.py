@@ -122,3 +122,5 @@ class BatchEdges:
                 session.break_by(error)
         # A stage in the middle sends them on.
         self.flush()
+        for session, _ in answers[:1]:
+            session.announce()

@@ -733,12 +733,17 @@ class DeviceSession(ABC):
         check_tensors(forward, self._stage, self.captures)
 
     def tell(self, event: DeviceEvent) -> None:
-        """Tell the session on the event loop of an event: when the thread waits the next time, or with the next
-        `announce` of the events."""
+        """Tell the session on the event loop of an event, with the next `announce`, or when the thread waits."""
         self._events.put(self._handle, event)
 
     def announce(self) -> None:
+        """Have the stages beside this one and the event loop hear what is for them, of all sessions here."""
         self._edges.flush()
+        # Where the next step is on its way from another stage, and not from the event loop, that one hears of it when
+        # this thread waits: it would take Python's lock from it. Who chooses how many draft tokens come next has to
+        # know of the last ones in time.
+        if self.chain_length == 1 or self._request.draft is not None:
+            self._events.announce()
 
     # --- lanes
 

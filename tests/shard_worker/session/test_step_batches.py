@@ -19,7 +19,7 @@ from services.messages.description import FeatureTransport
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Commit, Forward, Proposal, StepKind
 from shard_worker.device.executor import DeviceThread
-from shard_worker.drafting.engine import DraftRequest
+from shard_worker.drafting.engine import DraftEngine, DraftRequest
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
@@ -453,6 +453,40 @@ async def test_blocks_are_verified_behind_steps_whose_results_are_not_read(
     found = await asyncio.gather(*answers, leave(), leave())
     assert found[: len(alone)] == alone
     assert max(blocks.behind) > 2
+
+
+async def test_answers_are_heard_while_the_draft_computes(
+    new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who chooses how many draft tokens come next knows of the last step before the draft is done with it."""
+    chain, heard = new_chain("qwen3", ()), threading.Event()
+    proposed_together = DraftEngine.propose_together
+
+    def propose(engine: DraftEngine, *args: Any) -> list[tuple[int, ...]]:
+        assert heard.wait(20)
+        return proposed_together(engine, *args)
+
+    monkeypatch.setattr(DraftEngine, "propose_together", propose)
+    [thread, *_] = chain.threads
+    async with chain.session() as first, chain.session() as second:
+        for client in (first, second):
+            await client.prefill(REQUESTS[0].prompt[:-1])
+        begin = threading.Event()
+        busy = thread.submit(begin.wait, 20)
+        frames = [client.frame(StepKind.DECODE, REQUESTS[0].prompt[-1:], BLOCK - 1) for client in (first, second)]
+        sending = [
+            asyncio.ensure_future(client.send(frame)) for client, frame in zip((first, second), frames, strict=True)
+        ]
+        while len(chain.roles[0].batches) < 2:
+            await asyncio.sleep(0.001)
+        begin.set()
+        async with asyncio.timeout(10):
+            commits = [await client.commit() for client in (first, second)]
+        assert [commit.batch_sessions for commit in commits] == [2, 2]
+        heard.set()
+        for client in (first, second):
+            assert len((await anext(client.events)).token_ids) == BLOCK - 1
+        await asyncio.gather(busy, *sending)
 
 
 def test_prompts_and_answers_take_turns() -> None:
