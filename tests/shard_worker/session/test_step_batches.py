@@ -471,8 +471,9 @@ async def test_answers_are_heard_while_the_draft_computes(
     async with chain.session() as first, chain.session() as second:
         for client in (first, second):
             await client.prefill(REQUESTS[0].prompt[:-1])
-        begin = threading.Event()
-        busy = thread.submit(begin.wait, 20)
+        is_busy, begin = threading.Event(), threading.Event()
+        busy = thread.submit(lambda: (is_busy.set(), begin.wait(20)))
+        await asyncio.to_thread(is_busy.wait)
         frames = [client.frame(StepKind.DECODE, REQUESTS[0].prompt[-1:], BLOCK - 1) for client in (first, second)]
         sending = [
             asyncio.ensure_future(client.send(frame)) for client, frame in zip((first, second), frames, strict=True)
