@@ -28,15 +28,22 @@ class Acceptance:
     """
 
     def __init__(
-        self, places: int, first: Sequence[float] = (), blocks: float = 1.0, ease_variance: float = 0.0
+        self,
+        places: int,
+        first: Sequence[float] = (),
+        blocks: float = 1.0,
+        ease_variance: float = 0.0,
+        lasting: float = 0.0,
     ) -> None:
         """places: draft tokens of the longest block. first: what is known of places before any block was verified, from
         the first one on. blocks: as how many blocks that counts. ease_variance: how much texts differ in how easy they
-        are: the variance of the logarithm of the odds that a draft token is accepted, between answers."""
+        are: the variance of the logarithm of the odds that a draft token is accepted, between answers. lasting: as how
+        many blocks what was known before counts at least, however many come."""
         self._first = [*first[:places], *[None] * (places - len(first))]
         self._accepted = [0.0] * places
         self._reached = [0.0] * places
         self._prior_weight = [blocks] * places
+        self._lasting = lasting
         self._ease_variance = ease_variance
         self.surplus = self.information = 0.0
         """How many more draft tokens were accepted than the answers of others had it, and the variance of that if no
@@ -50,7 +57,7 @@ class Acceptance:
         self._first[: len(first)] = first[: len(self._first)]
         for counts in (self._accepted, self._reached):
             counts[:] = [weight * count for count in counts]
-        self._prior_weight = [max(1.0, one) for one in self._prior_weight]
+        self._prior_weight = [max(1.0, self._lasting, one) for one in self._prior_weight]
 
     def observe(self, draft_tokens: int, accepted: int, *, begins: bool = False) -> None:
         """Add a block of so many draft tokens, the first `accepted` of which were accepted. begins: it is one of the
@@ -67,7 +74,7 @@ class Acceptance:
                 self._information += information
             self._accepted[place] = FORGETTING * self._accepted[place] + (place < accepted)
             self._reached[place] = FORGETTING * self._reached[place] + 1
-            self._prior_weight[place] *= FORGETTING
+            self._prior_weight[place] = max(self._lasting, FORGETTING * self._prior_weight[place])
 
     @property
     def shares(self) -> list[float]:

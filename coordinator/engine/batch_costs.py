@@ -6,17 +6,13 @@ and knows of each answer how many draft tokens its steps verify and how many tok
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.engine.fitted_times import FittedTimes
-
-SMOOTHING = 0.2
-"""Weight of the newest step in the moving averages of times."""
+from coordinator.engine.row_times import SMOOTHING, RowTimes
 
 SLOW_SMOOTHING = 0.02
-"""The same for what is known of all answers together."""
+"""Weight of the newest step in the moving averages of what is known of all answers together."""
 
 EASE_SMOOTHING = 0.05
 """Weight of the newest answer in what is known of how much texts differ."""
@@ -48,8 +44,19 @@ GROUP_HYSTERESIS = 1.05
 AGAIN_HYSTERESIS = 1.25
 """How many times as many tokens as drafting takes of others must be won by it for an answer to end its pause."""
 
-RATE_STEPS = 4
-"""Steps in which the best rate of all answers is looked for; there are hardly ever more than two."""
+PRICES = tuple(0.6 * 0.75**step for step in range(15))
+"""How many tokens a further draft token has to win at least for one of several answers to verify it, of which the best
+one is looked for: the highest one leaves the tokens that nearly always come true, the lowest one all of most blocks."""
+
+FULL = 0.7
+"""With such a share of the rows that a step may have a batch is taken to be full."""
+
+HOPE = 0.1
+"""Which share of its time a batch may take less than predicted as long as none of its size was measured."""
+
+MOST_LIKE, LIKE_VARIANCE = 16.0, 2.0
+"""As how many of its own blocks an answer's beginning is known by those of others: so many at most, and otherwise this
+over how much texts differ."""
 
 STALE_STEPS, STALE_LEAST = 4, 32
 """Steps of each answer behind which prices are looked for again, and of all answers together at least: that takes
@@ -74,27 +81,44 @@ def expected_tokens(survival: Sequence[float], draft_tokens: int) -> float:
     return expected
 
 
-def observe_accepted(survival: list[float], draft_tokens: int, accepted: int, weight: float) -> None:
-    """Record in moving averages how many of a step's draft tokens were accepted.
+class Survival:
+    """How often each draft token of blocks of several answers was accepted behind those before it.
 
-    survival: how often each draft token is accepted behind those before it. weight: of this step.
+    shares: by place, moving averages; of those that were never reached there are none.
     """
-    survival += [1.0] * (draft_tokens - len(survival))
-    for index in range(min(draft_tokens, accepted + 1)):
-        hit = 1.0 if index < accepted else 0.0
-        survival[index] += weight * (hit - survival[index])
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self._reached: list[int] = []
+
+    def observe(self, draft_tokens: int, accepted: int) -> None:
+        """Record a block of so many draft tokens, the first `accepted` of which were accepted."""
+        for place in range(min(draft_tokens, accepted + 1)):
+            if place == len(self.shares):
+                # Until more is known, as good as the place before it.
+                self.shares.append(self.shares[-1] if self.shares else 0.5)
+                self._reached.append(1)
+            self._reached[place] += 1
+            weight = max(SLOW_SMOOTHING, 1 / self._reached[place])
+            self.shares[place] += weight * ((place < accepted) - self.shares[place])
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTaken:
-    """What a step of an answer was computed in: of how many sessions, how many draft tokens of all of them were
-    verified, how long it took with the draft model's next blocks, None where those of others kept it for a time that
-    is not known, and how many of the sessions asked for such blocks."""
+    """What a step of an answer was computed in.
+
+    sessions: of how many sessions. draft_tokens: rows beside the first one of each, which are draft tokens, but for
+    those of prompts. seconds: how long it took, without the draft model's next blocks. proposing: how many of the
+    sessions asked for such blocks. block_seconds: how much longer these took; None where that is not known. block_rows:
+    how many rows each of them had, about.
+    """
 
     sessions: int
     draft_tokens: int
-    seconds: float | None
+    seconds: float
     proposing: int = 0
+    block_seconds: float | None = 0.0
+    block_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +138,6 @@ class _Prices:
 
 
 @dataclass(slots=True)
-class _Measured:
-    """The moving averages of batches of about one size. proposing: how many of their sessions asked the draft model for
-    blocks. steps: how many answers told of them."""
-
-    sessions: float = 0.0
-    draft_tokens: float = 0.0
-    proposing: float = 0.0
-    seconds: float = 0.0
-    steps: int = 0
-
-    def add(self, batch: BatchTaken, seconds: float) -> None:
-        # All sessions of a batch tell of it, or all that asked for blocks.
-        self.steps += 1
-        weight = max(SMOOTHING / (batch.proposing or batch.sessions), 1 / self.steps)
-        self.sessions += weight * (batch.sessions - self.sessions)
-        self.draft_tokens += weight * (batch.draft_tokens - self.draft_tokens)
-        self.proposing += weight * (batch.proposing - self.proposing)
-        self.seconds += weight * (seconds - self.seconds)
-
-
-@dataclass(slots=True)
 class _Share:
     """The moving average of which share of the answers a batch has steps of. steps: how many told of it."""
 
@@ -147,21 +150,17 @@ class _Share:
 
 
 class BatchCosts:
-    """The measurements of one engine.
-
-    beginning: how often each draft token is accepted behind those before it in the first verify steps of answers. Those
-    that go on to draft are the ones whose draft tokens are accepted, so that all steps together would promise too much
-    of an answer that begins.
-    """
+    """The measurements of one engine."""
 
     def __init__(self) -> None:
         self._now: dict[Hashable, int] = {}
         """How many draft tokens the last step of each answer that has begun verified."""
         self._hopes: dict[Hashable, dict[int, float]] = {}
         """How many tokens a step of each answer would produce on average, by how many draft tokens it verified."""
-        self._measured: dict[tuple[int, int, int], _Measured] = {}
-        """By powers of two of sessions, of the mean number of their draft tokens, without any as -1, and of how many of
-        them asked the draft model for blocks, without any as -1."""
+        self._steps, self._blocks_of_draft = RowTimes(), RowTimes()
+        """Of batches without the draft model's next blocks, and of these blocks alone."""
+        self._has_plain = self._has_drafted = False
+        """Whether batches without draft tokens were measured, and such with some."""
         self._plain_share, self._drafting_share = _Share(), _Share()
         """While no answer verifies draft tokens, and where some do. Answers that take unlike times part into smaller
         batches."""
@@ -173,8 +172,8 @@ class BatchCosts:
         self._plain_steps = self._plain_seen = self._plain_answers = 0
         """How many steps told of batches without draft tokens since that was due last, when the last one did, as of
         `_observed`, and for how many answers that was due at first."""
-        self.beginning: list[float] = []
-        self._blocks: list[list[float]] = []
+        self._beginning = Survival()
+        self._blocks: list[Survival] = []
         self._block_counts: list[int] = []
         """How often draft tokens were accepted in the first block of each answer, in the second and so on, and how many
         answers had one."""
@@ -182,6 +181,10 @@ class BatchCosts:
         self._ease_excess, self._ease_information = FIRST_EASE_VARIANCE / EASE_ATTENUATION, 1.0
         """Moving averages, over answers, of the square of how many draft tokens more or fewer were accepted than in
         others, less its variance if no text were easier than another; and of the square of that variance."""
+
+    def compute_with(self, row_counts: Sequence[int]) -> None:
+        """Say with which numbers of rows the stages compute steps, as of `RowTimes.row_counts`."""
+        self._steps.row_counts = self._blocks_of_draft.row_counts = row_counts
 
     @property
     def shared(self) -> bool:
@@ -237,72 +240,78 @@ class BatchCosts:
         """Say that an answer drafts no more, whatever others do."""
         self._hopes.pop(answer, None)
 
-    def observe(
-        self,
-        answer: Hashable,
-        draft_tokens: int,
-        seconds: float,
-        batch: BatchTaken | None = None,
-        *,
-        proposed: bool = False,
-    ) -> None:
+    def observe(self, answer: Hashable, draft_tokens: int, batch: BatchTaken | None) -> None:
         """Record a step of an answer.
 
-        draft_tokens: how many it verified. seconds: how long it took, from one to the next. batch: what it was computed
-        in, None where that is not known, so that among others nothing can be learnt from it. proposed: whether the
-        draft model was asked for its next block with it.
+        draft_tokens: how many it verified. batch: what it was computed in, None where that is not known, so that
+        nothing can be learnt from it.
         """
         self._now[answer] = draft_tokens
         if batch is None:
-            if self.shared:
-                return
-            batch = BatchTaken(1, draft_tokens, seconds, int(proposed))
+            return
         self._observed += 1
         self._observe_share(batch)
-        if batch.seconds is None:
-            return
-        place = _place(batch.sessions, batch.draft_tokens, batch.proposing)
-        if place not in self._measured:
-            self._measured[place] = _Measured()
-            self._prices = None
-        self._measured[place].add(batch, batch.seconds)
-        if not batch.draft_tokens and not batch.proposing:
+        is_new = self._steps.add(batch.sessions, batch.sessions + batch.draft_tokens, batch.seconds, batch.sessions)
+        if batch.proposing and batch.block_seconds:
+            rows = batch.proposing * batch.block_rows
+            is_new |= self._blocks_of_draft.add(batch.proposing, rows, batch.block_seconds, batch.proposing)
+        if draft_tokens:
+            is_new |= not self._has_drafted
+            self._has_drafted = True
+        if not any(self._now.values()):
+            is_new |= not self._has_plain
+            self._has_plain = True
             self._plain_steps, self._plain_seen = self._plain_steps + 1, self._observed
         elif self._observed - self._plain_seen > PLAIN_EVERY * len(self._now):
             self._plain_steps, self._plain_seen = 0, self._observed
+        if is_new:
+            self._prices = None
 
     def _observe_share(self, batch: BatchTaken) -> None:
+        counts = self._steps.row_counts
         if not any(self._now.values()):
             self._plain_share.add(batch.sessions, len(self._now))
-        elif batch.proposing:
+        elif batch.proposing and not (counts and batch.sessions + batch.draft_tokens > FULL * counts[-1]):
+            # Of a full one others were left out for want of room.
             self._drafting_share.add(batch.sessions, len(self._now))
 
     def survival_of_block(self, number: int) -> list[float] | None:
         """Return how often each draft token is accepted behind those before it in an answer's block of this number,
         which is 0 for the first one; None where too few answers had one, or it is none of the first ones."""
         known = number < len(self._blocks) and self._block_counts[number] >= KNOWN_BLOCKS
-        return self._blocks[number] if known else None
+        return self._blocks[number].shares if known else None
 
     def observe_block(self, number: int, draft_tokens: int, accepted: int) -> None:
         """Record how many draft tokens were accepted in an answer's block of this number."""
         if number >= FIRST_BLOCKS:
             return
-        self._blocks += [[] for _ in range(number + 1 - len(self._blocks))]
+        self._blocks += [Survival() for _ in range(number + 1 - len(self._blocks))]
         self._block_counts += [0] * (number + 1 - len(self._block_counts))
         self._block_counts[number] += 1
-        weight = max(EASE_SMOOTHING, 1 / self._block_counts[number])
-        observe_accepted(self._blocks[number], draft_tokens, accepted, weight)
+        self._blocks[number].observe(draft_tokens, accepted)
+
+    @property
+    def beginning(self) -> Sequence[float]:
+        """How often each draft token is accepted behind those before it in the first verify steps of answers. Those
+        that go on to draft are the ones whose draft tokens are accepted, so that all steps together would promise too
+        much of an answer that begins."""
+        return self._beginning.shares
 
     def observe_acceptance(self, draft_tokens: int, accepted: int, *, begins: bool) -> None:
         """Record how many of a step's draft tokens were accepted. begins: it is one of its answer's first ones."""
         if begins:
             self._beginnings += 1
-            observe_accepted(self.beginning, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._beginnings))
+            self._beginning.observe(draft_tokens, accepted)
 
     @property
     def ease_variance(self) -> float:
         """How much texts differ in how easy they are for the draft, as of `Acceptance`, by the method of moments."""
         return EASE_ATTENUATION * max(0.0, self._ease_excess / self._ease_information)
+
+    @property
+    def likeness(self) -> float:
+        """As how many of its own blocks an answer's are known by those of others."""
+        return min(MOST_LIKE, max(1.0, LIKE_VARIANCE / max(self.ease_variance, 1e-9)))
 
     def observe_ease(self, surplus: float, information: float) -> None:
         """Record, of a whole answer, how many more draft tokens were accepted than in the answers of others, and the
@@ -370,8 +379,7 @@ class BatchCosts:
 
     def _prices_of(self, lengths: Collection[int]) -> _Prices | None:
         """Return what draft tokens cost now; None where it was not measured yet with draft tokens and without."""
-        known = {place[1] < 0 for place in self._measured}
-        if len(known) < 2:
+        if not (self._has_plain and self._has_drafted):
             return None
         stale = self._observed - self._looked_at >= max(STALE_STEPS * len(self._now), STALE_LEAST)
         prices = self._prices
@@ -382,91 +390,73 @@ class BatchCosts:
         return self._prices
 
     def _looked_for(self, lengths: Iterable[int]) -> _Prices:
-        lengths, times = sorted({0, *lengths}), FittedTimes(self._measured.values())
+        lengths = sorted({0, *lengths})
+        sessions = max(1.0, self._drafting_share.value * len(self._now)) if self.shared else 1.0
+        seconds = self._rising(sessions, {length: (length * sessions, sessions) for length in lengths})
+        looked_up = self._rising(sessions, {length: (length * sessions, 0.0) for length in lengths})
         if not self.shared:
-            seconds = _rising(times, 1, {length: (length, 1) for length in lengths})
-            looked_up = _looked_up(times, 1, lengths, seconds)
-            return _Prices(seconds, looked_up, 1 / times.predicted(1, 0, 0), {}, {})
-        plain = self._plain_sessions
-        plain_rate = plain / times.predicted(plain, 0, 0)
-        sessions = max(1.0, self._drafting_share.value * len(self._now))
-        none = times.predicted(sessions, 0, 0)
-        alone = _rising(times, sessions, {length: (length, 1) for length in lengths}, least=none)
-        seconds = _rising(times, sessions, {length: (length * sessions, sessions) for length in lengths}, least=none)
-        # What the first answer that drafts takes of all in a batch, and what each further one does.
-        first = {length: alone[length] - none for length in lengths}
-        others = max(1.0, sessions - 1)
-        further = {
-            length: min(first[length], max(0.0, (seconds[length] - alone[length]) / others)) for length in lengths
-        }
-        rate, drafting = self._rate_of_all(plain_rate, sessions, none, first, further)
-        self._drafts = drafting > 0
-        # What the first one takes more is a matter of all that draft in a batch.
-        more = {length: further[length] + (first[length] - further[length]) / max(1.0, drafting) for length in lengths}
-        looked_up = _looked_up(times, sessions, lengths, seconds)
-        looked_up_alone = _rising(times, sessions, {length: (length, 0) for length in lengths}, least=none)
-        looked_up_more = {length: min(first[length], looked_up_alone[length] - none) for length in lengths}
+            return _Prices(seconds, looked_up, 1 / seconds[0], {}, {})
+        plain, none = self._plain_sessions, seconds[0]
+        plain_rate = plain / self._steps.predicted(plain, plain)
+        rate, price = self._best_price(plain_rate, sessions, none)
+        self._drafts = price is not None
+        if price is not None:
+            more = {length: price * length / rate for length in lengths}
+        else:
+            # What the first one takes that drafts, and each of all that do: all of them hear the same price.
+            first = self._rising(sessions, {length: (length, 1.0) for length in lengths})
+            more = {length: max(first[length] - none, (seconds[length] - none) / sessions) for length in lengths}
+        alone = self._rising(sessions, {length: (length, 0.0) for length in lengths})
+        looked_up_more = {length: min(more[length], alone[length] - none) for length in lengths}
         return _Prices(seconds, looked_up, rate, more, looked_up_more)
 
-    def _rate_of_all(
-        self, plain_rate: float, sessions: float, none: float, first: dict[int, float], further: dict[int, float]
-    ) -> tuple[float, float]:
-        """Return how many tokens a second a batch gets at most, and how many of its answers draft then: those for whom
-        it pays once others do as well, or none.
+    def _best_price(self, plain_rate: float, sessions: float, none: float) -> tuple[float, float | None]:
+        """Return how many tokens a second a batch gets at most, and how many tokens a draft token has to win then; None
+        where no answer drafts.
 
+        All answers that choose by one such price have together the most tokens that so many rows can bring (a Lagrange
+        multiplier); which price brings the most in a second depends on how long batches take, which grows by steps.
         plain_rate: where none drafts. sessions: of a batch where some do; none: the seconds of one of so many without
-        draft tokens. first, further: what an answer's draft tokens take more, of the first one and of each further one,
-        by their number.
+        draft tokens.
         """
         part = sessions / len(self._now)
-        least, rate, drafting = plain_rate * (1.0 if self._drafts else GROUP_HYSTERESIS), plain_rate, 0.0
-        for _ in range(RATE_STEPS):
-            # Dinkelbach's method: what drafts at this rate gives the next one.
-            tokens, seconds, drafting, shared_seconds = sessions, none, 0.0, 0.0
-            for hope in self._hopes.values():
-                won = {length: hope[length] - 1 - rate * further[length] for length in further if length in hope}
-                best = max(won, key=won.__getitem__, default=0)
-                if best and won[best] > 0:
-                    tokens += part * (hope[best] - 1)
-                    seconds += part * further[best]
-                    shared_seconds += part * (first[best] - further[best])
-                    drafting += part
-            # Of batches without any drafting answer none pays what the first one does.
-            seconds += shared_seconds / max(1.0, drafting)
-            found = tokens / seconds
-            if found <= rate:
-                break
-            rate = found
-        return (rate, drafting) if rate > least else (plain_rate, 0.0)
+        hopes = [[*hope.items()] for hope in self._hopes.values()]
+        least, best, best_price = plain_rate * (1.0 if self._drafts else GROUP_HYSTERESIS), plain_rate, None
+        before = None
+        for price in PRICES:
+            won, draft_tokens, drafting = 0.0, 0, 0
+            for hope in hopes:
+                most, chosen, gain = 0.0, 0, 0.0
+                for length, tokens in hope:
+                    if tokens - 1 - price * length > most:
+                        most, chosen, gain = tokens - 1 - price * length, length, tokens - 1
+                won, draft_tokens, drafting = won + gain, draft_tokens + chosen, drafting + (chosen > 0)
+            if not drafting or (draft_tokens, drafting) == before:
+                continue
+            before = draft_tokens, drafting
+            seconds = max(none, self._predicted(sessions, part * draft_tokens, part * drafting, hope=HOPE))
+            rate = (sessions + part * won) / seconds
+            if rate > max(least, best):
+                best, best_price = rate, price
+        return best, best_price
 
+    def _predicted(self, sessions: float, draft_tokens: float, drafting: float, *, hope: float = 0.0) -> float:
+        """Return the seconds of a batch. draft_tokens: of all its sessions. drafting: how many of these have some of
+        the draft model's, and ask it for as many again. hope: as of `RowTimes.predicted`."""
+        seconds = self._steps.predicted(sessions, sessions + draft_tokens, hope=hope)
+        if drafting:
+            seconds += self._blocks_of_draft.predicted(max(1.0, drafting), draft_tokens + drafting, hope=hope)
+        return seconds
 
-def _looked_up(
-    times: FittedTimes, sessions: float, lengths: Iterable[int], seconds: dict[int, float]
-) -> dict[int, float]:
-    """Return the seconds of batches in which all verify so many tokens that were looked up. seconds: the same of the
-    draft model's, which cost no less where the two were not told apart."""
-    looked_up = _rising(times, sessions, {length: (length * sessions, 0) for length in lengths})
-    return {length: min(seconds[length], one) for length, one in looked_up.items()}
+    def _rising(self, sessions: float, drafting: dict[int, tuple[float, float]]) -> dict[int, float]:
+        """Return the seconds of batches of so many sessions: more draft tokens never take less time, whatever was
+        measured while something else was computed too.
 
-
-def _rising(
-    times: FittedTimes, sessions: float, drafting: dict[int, tuple[float, float]], *, least: float = 0.0
-) -> dict[int, float]:
-    """Return the seconds of batches of so many sessions: more draft tokens never take less time, whatever was measured
-    while something else was computed too.
-
-    drafting: of all of a batch's sessions, how many draft tokens they have, rising, and how many of them ask the draft
-    model for blocks where there are any. least: no batch takes less.
-    """
-    rising, seconds = least, {}
-    for length, (tokens, proposing) in drafting.items():
-        rising = max(rising, times.predicted(sessions, tokens, proposing if tokens else 0))
-        seconds[length] = rising
-    return seconds
-
-
-def _place(sessions: float, draft_tokens: float, proposing: int = 0) -> tuple[int, int, int]:
-    """Return what is equal for batches of about one size."""
-    mean = draft_tokens / sessions
-    size = -1 if not draft_tokens else max(0, math.ceil(math.log2(max(mean, 1 / 16)) + 4))
-    return round(math.log2(sessions)), size, round(math.log2(proposing)) if proposing else -1
+        drafting: of all of a batch's sessions, how many draft tokens they have, rising from none, and how many of them
+        ask the draft model for blocks where there are any.
+        """
+        rising, seconds = 0.0, {}
+        for length, (tokens, proposing) in drafting.items():
+            rising = max(rising, self._predicted(sessions, tokens, proposing if tokens else 0.0))
+            seconds[length] = rising
+        return seconds

@@ -83,6 +83,13 @@ def replay_rows(cluster: Cluster) -> int:
     return LONG_REPLAY_ROWS if takes_long and not cluster.exact else REPLAY_ROWS
 
 
+def batch_row_counts(cluster: Cluster) -> tuple[int, ...]:
+    """Return the numbers of rows with which these stages compute steps of several sessions; empty where it is any
+    number on one of them, which then takes the longest, or each has its own."""
+    counts = {() if worker.target is None else worker.target.batch_row_counts for worker in cluster.workers}
+    return counts.pop() if len(counts) == 1 else ()
+
+
 log = structlog.get_logger()
 
 
@@ -115,6 +122,7 @@ class ChainAttempt:
         draft = cluster.draft
         self._replay_rows = replay_rows(cluster)
         self._draft_reach = 0 if draft is None else draft.max_position
+        state.speculation.costs.compute_with(batch_row_counts(cluster))
         # All tokens that the session has committed or will, also those behind the answer's end.
         self._sequence: list[int] = [*self._request.prompt_ids, *state.token_ids]
         self._step = self._length = 0
@@ -353,9 +361,14 @@ class ChainAttempt:
         elapsed_ns = time.monotonic_ns() - sent_ns
         self._step_s = max(1e-9, elapsed_ns / 1e9)
         drafted_ns = state.times.draft_ns - drafted_ns
-        batch = batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None
         state.speculation.observe(
-            len(draft_tokens), accepted, elapsed_ns / 1e9, batch, looked_up=bool(looked_up), proposed=bool(propose)
+            len(draft_tokens),
+            accepted,
+            elapsed_ns / 1e9,
+            batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None,
+            looked_up=bool(looked_up),
+            block_seconds=drafted_ns / 1e9,
+            block_rows=1 + propose if propose else 0,
         )
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns, looked_up=bool(looked_up))
 

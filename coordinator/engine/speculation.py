@@ -234,13 +234,15 @@ class Speculation:
         batch: BatchTaken | None = None,
         *,
         looked_up: bool = False,
-        proposed: bool = False,
+        block_seconds: float = 0.0,
+        block_rows: int = 0,
     ) -> None:
         """Record a step that verified `draft_tokens`, of which `accepted` were taken.
 
         seconds: how long the step took, with the proposal for the next one. batch: what it was computed in, None
         where that is not known. looked_up: whether they were looked up in the text, and are not the draft model's.
-        proposed: whether the draft model was asked for its next block with it.
+        block_seconds: how much of the seconds the draft model took for its next block of `block_rows` rows, 0 where it
+        was asked for none.
         """
         self.steps += 1
         self._produced += accepted + 1
@@ -249,12 +251,15 @@ class Speculation:
             self.offered += draft_tokens
             self.produced_by_verify += accepted + 1
             (self.lookup_steps if looked_up else self.draft_steps)[draft_tokens] += 1
+        if batch is None and not self.costs.shared:
+            own, asks = max(1e-9, seconds - block_seconds), int(block_rows > 0)
+            batch = BatchTaken(1, draft_tokens, own, asks, block_seconds, block_rows)
         if looked_up:
             # They say nothing of the draft model's next ones.
             self.looked_up += draft_tokens
-            self.costs.observe(id(self), draft_tokens, seconds, batch, proposed=proposed)
+            self.costs.observe(id(self), draft_tokens, batch)
             return
-        self.costs.observe(id(self), draft_tokens, seconds, batch, proposed=proposed)
+        self.costs.observe(id(self), draft_tokens, batch)
         if draft_tokens:
             self.costs.observe_block(self._drafted_steps, draft_tokens, accepted)
             self._drafted_steps += 1
@@ -312,10 +317,11 @@ class Speculation:
         first step: a block that is too long is everybody's then."""
         if self._is_settled or not self.costs.knows_survival:
             return
-        costs, blocks, first = self.costs, PRIOR_BLOCKS, self.costs.beginning
+        costs, blocks, first, lasting = self.costs, PRIOR_BLOCKS, self.costs.beginning, 0.0
         if costs.shared:
-            blocks, first = 1.0, costs.survival_of_block(0) or first
-        self._acceptance = Acceptance(self.block_size - 1, first, blocks, costs.ease_variance)
+            blocks = lasting = costs.likeness
+            first = costs.survival_of_block(0) or first
+        self._acceptance = Acceptance(self.block_size - 1, first, blocks, costs.ease_variance, lasting)
         values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)
         if values is not None and max(values) <= values[0] * HYSTERESIS:
             self._tried_tokens = TRIED_TOKENS_OF_POOR

@@ -59,17 +59,23 @@ def batch_taken(commit: Commit, draft_ns: int) -> BatchTaken | None:
 
     draft_ns: what the draft took for the next blocks, 0 where the answer waited for none. Stages work on different
     batches at once, so that the slowest one decides, and the last one is not done before its draft is: of a batch some
-    of whose sessions asked for blocks only these can tell how long it took.
+    of whose sessions asked for blocks only these can tell how much longer that took.
     """
     if not commit.batch_sessions:
         return None
     *others, last = (timing.forward_ns for timing in commit.timings)
-    slowest_ns = max([*others, last + draft_ns])
-    draft_tokens = max(0, commit.batch_rows - commit.batch_sessions)
+    slowest_ns = max([*others, last])
     # Workers before protocol 3.4 do not tell of the others.
     proposing = max(commit.batch_proposing, int(commit.propose_tokens > 0))
-    seconds = slowest_ns / 1e9 if draft_ns or not proposing else None
-    return BatchTaken(commit.batch_sessions, draft_tokens, seconds, proposing)
+    block_s = max(0, last + draft_ns - slowest_ns) / 1e9 if draft_ns or not proposing else None
+    return BatchTaken(
+        commit.batch_sessions,
+        max(0, commit.batch_rows - commit.batch_sessions),
+        slowest_ns / 1e9,
+        proposing,
+        block_s,
+        1 + commit.propose_tokens if proposing else 0,
+    )
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ It is the first thing that two processes exchange; `check_protocol` compares the
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -156,7 +157,9 @@ class TargetDescription:
     scaling of RoPE, None where that is the checkpoint's.
     session_tokens: the most tokens of one session for which pages of keys and values have room, 0 where there is no
     bound. host_experts: the share of the routed experts that a GPU leaves to the host's memory, as it was loaded.
-    weight_bytes, host_weight_bytes: of weights on the stage's devices, and of those experts there.
+    weight_bytes, host_weight_bytes: of weights on the stage's devices, and of those experts there. batch_row_counts:
+    the numbers of rows, rising, with which steps of several sessions are computed, of which one of another number takes
+    as long as one of the next higher; empty where each has its own time.
     """
 
     fingerprint: str
@@ -179,6 +182,7 @@ class TargetDescription:
     session_tokens: int = 0
     host_experts: float = 0.0
     host_weight_bytes: int = 0
+    batch_row_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +362,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 session_tokens=target.session_tokens,
                 host_experts=target.host_experts,
                 host_weight_bytes=target.host_weight_bytes,
+                batch_row_counts=target.batch_row_counts,
             )
         )
     if (draft := worker.draft) is not None:
@@ -444,6 +449,12 @@ def _drafter_from_message(message: model_pb2.DrafterDescription) -> DrafterDescr
 
 
 def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescription:
+    row_counts = tuple(message.batch_row_counts)
+    if any(more <= fewer for fewer, more in itertools.pairwise((0, *row_counts))):
+        raise InvalidArgument(
+            f"target.batch_row_counts is {[*row_counts]}; it must rise, from 1 at least",
+            field="target.batch_row_counts",
+        )
     return TargetDescription(
         fingerprint=message.fingerprint,
         family=message.family,
@@ -466,6 +477,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         session_tokens=message.session_tokens,
         host_experts=message.host_experts,
         host_weight_bytes=message.host_weight_bytes,
+        batch_row_counts=row_counts,
     )
 
 

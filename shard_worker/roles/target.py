@@ -282,6 +282,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             session_tokens=stage.session_tokens or 0,
             host_experts=loaded.part.host_experts,
             host_weight_bytes=stage.host_weight_bytes,
+            batch_row_counts=stage.batch_row_counts,
         )
 
     # --- opening a session

@@ -237,6 +237,11 @@ class Stage:
         return ROW_COUNTS[-1] if self.batch_runners else MOST_ROWS_TOGETHER
 
     @property
+    def batch_row_counts(self) -> tuple[int, ...]:
+        """The numbers of rows with which steps of several sessions are computed; empty where it is any number."""
+        return ROW_COUNTS if self.batch_runners else ()
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether any layer has a recurrent state."""
         return LayerKind.LINEAR in self.config.layer_kinds[self.layers.first : self.layers.last]

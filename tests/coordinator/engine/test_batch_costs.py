@@ -113,8 +113,9 @@ def test_what_is_looked_up_is_not_charged_with_the_draft_model() -> None:
     next block; and a block that will hardly be used is not worth asking for."""
     costs = BatchCosts()
     costs.join("answer")
-    for length, seconds, proposed in ((0, 7.0, False), (15, 17.0, True), (15, 12.0, False)) * 20:
-        costs.observe("answer", length, seconds, proposed=proposed)
+    for length, seconds, block_seconds in ((0, 7.0, 0.0), (15, 12.0, 5.0), (15, 12.0, 0.0)) * 20:
+        asks = int(block_seconds > 0)
+        costs.observe("answer", length, BatchTaken(1, length, seconds, asks, block_seconds, asks * BLOCK))
 
     assert costs.values([4.0], [15]) == pytest.approx([4 / 17], rel=0.01)
     assert costs.values([4.0], [15], looked_up=True) == pytest.approx([4 / 12], rel=0.01)
@@ -127,7 +128,7 @@ def test_blocks_are_asked_for_until_it_is_known_what_they_cost() -> None:
     """Nothing tells yet whether a step that verifies what is looked up should leave the draft model alone."""
     costs = BatchCosts()
     costs.join("answer")
-    costs.observe("answer", 15, 17.0, proposed=True)
+    costs.observe("answer", 15, BatchTaken(1, 15, 12.0, 1, 5.0, BLOCK))
     assert costs.pays_to_propose(0.9, 5.0, 15)
 
 
@@ -173,16 +174,25 @@ def simulated_ms(chances: Sequence[float], first_blocks: Sequence[int], *, draft
         proposing = sum(length > 0 for length in lengths)
         kinds = len({length > 0 for length in lengths})
         milliseconds = 3 + 0.35 * len(batch) + 0.12 * sum(lengths) + 0.4 * (kinds - 1)
-        milliseconds += 1.6 + 1.1 * proposing if proposing else 0.0
-        elapsed += milliseconds
+        drafting = 1.6 + 1.1 * proposing if proposing else 0.0
+        elapsed += milliseconds + drafting
         for (answer, chance), length in zip(batch, lengths, strict=True):
             blocks = answer.verify_steps
             accepted = min(length, first_blocks[blocks]) if blocks < len(first_blocks) else 0
             while accepted < length and numbers.random() < chance:
                 accepted += 1
-            told = milliseconds / 1e3 if length or not proposing else None
-            taken = BatchTaken(len(batch), sum(lengths), told, proposing)
-            answer.observe(length, accepted, milliseconds / 1e3, taken if costs.shared else None, proposed=length > 0)
+            told = drafting / 1e3 if length or not proposing else None
+            taken = BatchTaken(
+                len(batch), sum(lengths), milliseconds / 1e3, proposing, told, length + 1 if proposing else 0
+            )
+            answer.observe(
+                length,
+                accepted,
+                (milliseconds + drafting) / 1e3,
+                taken if costs.shared else None,
+                block_seconds=drafting / 1e3,
+                block_rows=length + 1 if length else 0,
+            )
             produced[id(answer)] += accepted + 1
         for done in [one for one in running if produced[id(one[0])] >= 200]:
             running.remove(done)

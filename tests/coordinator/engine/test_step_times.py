@@ -17,13 +17,13 @@ TIMINGS = (StageTiming(4_000_000, 30_000_000), StageTiming(5_000_000, 9_000_000)
         # The slowest stage of a plain batch decides.
         (8, 0, 0, 0, BatchTaken(8, 0, 0.005)),
         # Its own draft's call: it is the last stage's time, with the blocks of others.
-        (23, 2, 15, 3_000_000, BatchTaken(8, 15, 0.008, 2)),
+        (23, 2, 15, 3_000_000, BatchTaken(8, 15, 0.005, 2, 0.003, 16)),
         # Blocks of others came behind it, of which it does not know how long they took.
-        (23, 2, 0, 0, BatchTaken(8, 15, None, 2)),
+        (23, 2, 0, 0, BatchTaken(8, 15, 0.005, 2, None, 1)),
         # It ended with the step, and did not wait for its block.
-        (8, 1, 15, 0, BatchTaken(8, 0, None, 1)),
+        (8, 1, 15, 0, BatchTaken(8, 0, 0.005, 1, None, 16)),
         # A worker before protocol 3.4 tells of no other.
-        (8, 0, 15, 3_000_000, BatchTaken(8, 0, 0.008, 1)),
+        (8, 0, 15, 3_000_000, BatchTaken(8, 0, 0.005, 1, 0.003, 16)),
     ],
 )
 def test_who_asked_for_blocks_tells_how_long_a_batch_took(
