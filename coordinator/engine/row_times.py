@@ -22,7 +22,7 @@ FAR = 6.0
 SURE_STEPS = 4
 """With so many steps a time weighs half as much as one that is sure."""
 
-_FITTED = ((0, 1, 2), (0, 1), (0, 2), (0,))
+_CHOSEN = ((0, 1, 2), (0, 1), (0, 2), (0,))
 """To which of these parts of a step times are fitted: to as many as what was measured tells apart."""
 
 
@@ -48,14 +48,18 @@ class RowTimes:
 
     def __init__(self) -> None:
         self.row_counts: Sequence[int] = ()
-        """The numbers of rows with which steps are computed, rising, where those of other numbers take as long as the
-        next higher one, and more rows than the highest one several steps; empty where each number has its own time."""
+        """The numbers of rows with which steps of several sessions are computed, rising, where those of other numbers
+        take as long as the next higher one, and more rows than the highest one several steps; empty where each number
+        has its own time."""
         self._measured: dict[tuple[int, int], _Measured] = {}
-        """By half powers of two of sessions, and by quarters of rows."""
+        """By half powers of two of sessions, and by eighths of rows."""
+        self._predictions: dict[tuple[float, float, float], float] = {}
+        """Since the last measurement: the same ones are asked for again."""
 
     def add(self, sessions: float, rows: float, seconds: float, told_by: float = 1) -> bool:
         """Record a step. told_by: how many tell of the same one. Returns whether it is the first one of its size."""
-        rows = self._computed(rows)
+        rows = self._computed(sessions, rows)
+        self._predictions.clear()
         place = round(2 * math.log2(sessions)), round(8 * math.log2(rows))
         is_first = place not in self._measured
         self._measured.setdefault(place, _Measured()).add(sessions, rows, seconds, told_by)
@@ -71,9 +75,15 @@ class RowTimes:
         fitted by least squares, which count what was measured the more the nearer it is.
         """
         most = self.row_counts[-1] if self.row_counts else math.inf
-        if rows > most:
+        if sessions > 1 and rows > most:
             return rows / most * self.predicted(sessions * most / rows, most, hope=hope)
-        rows = self._computed(rows)
+        size = sessions, self._computed(sessions, rows), hope
+        if size not in self._predictions:
+            self._predictions[size] = self._fitted(*size)
+        return self._predictions[size]
+
+    def _fitted(self, sessions: float, rows: float, hope: float) -> float:
+        """Return the seconds of a step that is computed with so many rows, otherwise as `predicted`."""
         sums, known = [[0.0] * 4 for _ in range(3)], 0.0
         for distance, one in self._nearest(math.log2(sessions), math.log2(rows)):
             # By what share of it a time is missed counts, not by how much; and one step alone is easily missed.
@@ -89,16 +99,16 @@ class RowTimes:
             for j in range(i):
                 sums[i][j] = sums[j][i]
         at = (1.0, rows - sessions, sessions)
-        for chosen in _FITTED:
-            fitted = _fitted(sums, chosen)
+        for chosen in _CHOSEN:
+            fitted = _least_squares(sums, chosen)
             if fitted is not None:
                 seconds = sum(share * at[part] for share, part in zip(fitted, chosen, strict=True))
                 return seconds * (1 - hope / (1 + known))
         return 0.0
 
-    def _computed(self, rows: float) -> float:
-        """Return with how many rows a step is computed that has so many."""
-        return next((count for count in self.row_counts if round(rows) <= count), rows)
+    def _computed(self, sessions: float, rows: float) -> float:
+        """Return with how many rows a step is computed that has so many; one of a lone session is another matter."""
+        return next((count for count in self.row_counts if round(rows) <= count and sessions > 1), rows)
 
     def _nearest(self, sessions: float, rows: float) -> list[tuple[float, _Measured]]:
         """Return what was measured with how far it is from these powers of two, without what lies too far."""
@@ -110,7 +120,7 @@ class RowTimes:
         return near or found
 
 
-def _fitted(sums: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:
+def _least_squares(sums: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[float] | None:
     """Return the factors with which the chosen parts of x come nearest to y by least squares, None where nothing tells
     them apart or one of them is negative.
 

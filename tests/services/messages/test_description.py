@@ -49,6 +49,7 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
         replace(WORKER, target=replace(WORKER.target, state_trimmable=False)),
         replace(WORKER, target=replace(WORKER.target, state_trimmable=False, is_recurrent=True)),
         replace(WORKER, target=replace(WORKER.target, kv_dtype="float8_e4m3fn")),
+        replace(WORKER, target=replace(WORKER.target, batch_row_counts=(16, 64, 512))),
         replace(WORKER, target=replace(WORKER.target, quantization=Quantization(QuantizedTo.INT4, ends=True))),
         replace(WORKER, draft=replace(WORKER.draft, state_trimmable=False)),
         replace(WORKER, draft=replace(WORKER.draft, quantization=Quantization(QuantizedTo.FP8))),
@@ -122,6 +123,15 @@ def test_unknown_numbers_are_refused_by_name(spoil: Callable[..., None], text: s
     with pytest.raises(InvalidArgument) as refused:
         worker_from_message(message)
     assert text in refused.value.message
+
+
+@pytest.mark.parametrize("counts", [[0], [16, 16], [64, 16]])
+def test_numbers_of_rows_rise(counts: list[int]) -> None:
+    message = worker_to_message(WORKER)
+    message.target.batch_row_counts.extend(counts)
+    with pytest.raises(InvalidArgument) as refused:
+        worker_from_message(message)
+    assert refused.value.message == f"target.batch_row_counts is {counts}; it must rise, from 1 at least"
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (5, 5), (6, 5), (2**32 - 1, 0)])
