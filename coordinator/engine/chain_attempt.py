@@ -22,7 +22,7 @@ from coordinator.engine.answer_state import AnswerState, Cached, missing_logprob
 from coordinator.engine.pause import Pause
 from coordinator.engine.prefill_chunk import chunk_beside_others, chunk_for
 from coordinator.engine.prompt_lookup import BLOCK_ROWS
-from coordinator.engine.step_times import StageShare, StepTaken, batch_taken, sent_bytes, split_time
+from coordinator.engine.step_times import StageShare, StepTaken, batch_taken, block_share, sent_bytes, split_time
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
 from services.errors import OUT_OF_MEMORY, InternalError, error_named
@@ -367,7 +367,8 @@ class ChainAttempt:
             elapsed_ns / 1e9,
             batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None,
             looked_up=bool(looked_up),
-            block_seconds=drafted_ns / 1e9,
+            # Of steps that follow by themselves several may come at once, after times that say nothing of their parts.
+            block_share=block_share(commit, drafted_ns),
             block_rows=1 + propose if propose else 0,
         )
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns, looked_up=bool(looked_up))

@@ -19,6 +19,9 @@ twice that."""
 FAR = 6.0
 """Beyond so many powers of two a time says nothing as long as others are nearer."""
 
+LEAST_S = 1e-6
+"""No step takes less: of times that are compared by their ratios none may be 0."""
+
 SURE_STEPS = 4
 """With so many steps a time weighs half as much as one that is sure."""
 
@@ -58,7 +61,7 @@ class RowTimes:
 
     def add(self, sessions: float, rows: float, seconds: float, told_by: float = 1) -> bool:
         """Record a step. told_by: how many tell of the same one. Returns whether it is the first one of its size."""
-        rows = self._computed(sessions, rows)
+        rows, seconds = self._computed(sessions, rows), max(seconds, LEAST_S)
         self._predictions.clear()
         place = round(2 * math.log2(sessions)), round(8 * math.log2(rows))
         is_first = place not in self._measured

@@ -66,8 +66,11 @@ like."""
 TRIED_TOKENS_OF_POOR = 1.0
 """The same number of tokens where the answers before began so badly that plain decode promised more from the start."""
 
-SHORTEST_REST_STEPS = 16
-"""Plain steps between two tries, however much was won before."""
+SHORTEST_REST_STEPS, LONGEST_REST_STEPS = 16, 100_000
+"""Plain steps between two tries, however much was won before, and however dear a try seems."""
+
+MOST_BLOCK_SHARE = 0.9
+"""The step itself takes a part of the time, whatever clocks say."""
 
 RESTS_AMONG_OTHERS = 4
 """How many times smaller that share is while other answers are decoded."""
@@ -234,14 +237,14 @@ class Speculation:
         batch: BatchTaken | None = None,
         *,
         looked_up: bool = False,
-        block_seconds: float = 0.0,
+        block_share: float = 0.0,
         block_rows: int = 0,
     ) -> None:
         """Record a step that verified `draft_tokens`, of which `accepted` were taken.
 
         seconds: how long the step took, with the proposal for the next one. batch: what it was computed in, None
         where that is not known. looked_up: whether they were looked up in the text, and are not the draft model's.
-        block_seconds: how much of the seconds the draft model took for its next block of `block_rows` rows, 0 where it
+        block_share: which share of the seconds the draft model took for its next block of `block_rows` rows; 0 where it
         was asked for none.
         """
         self.steps += 1
@@ -252,8 +255,8 @@ class Speculation:
             self.produced_by_verify += accepted + 1
             (self.lookup_steps if looked_up else self.draft_steps)[draft_tokens] += 1
         if batch is None and not self.costs.shared:
-            own, asks = max(1e-9, seconds - block_seconds), int(block_rows > 0)
-            batch = BatchTaken(1, draft_tokens, own, asks, block_seconds, block_rows)
+            block_seconds, asks = seconds * min(MOST_BLOCK_SHARE, block_share), int(block_rows > 0)
+            batch = BatchTaken(1, draft_tokens, seconds - block_seconds, asks, block_seconds, block_rows)
         if looked_up:
             # They say nothing of the draft model's next ones.
             self.looked_up += draft_tokens
@@ -367,7 +370,8 @@ class Speculation:
         """Decode plainly until the draft may be tried again: the text may become easier to predict."""
         probe = self._lengths[len(self._lengths) // 2]
         share = TRIED_SHARE / (RESTS_AMONG_OTHERS if self.costs.shared else 1)
-        steps = max(SHORTEST_REST_STEPS, math.ceil((self._risk(probe) - self._left_to_lose) / share))
+        wanted = math.ceil((self._risk(probe) - self._left_to_lose) / share)
+        steps = min(max(SHORTEST_REST_STEPS, wanted), LONGEST_REST_STEPS)
         self._tries, self._rests_among = 0, self.costs.count
         self._planned.clear()
         self._planned.extend([*[0] * steps, probe, 0])

@@ -54,6 +54,11 @@ def sent_bytes(commit: Commit, rows: int) -> tuple[int, ...]:
     return TOKEN_BYTES * rows, *(timing.passed_bytes for timing in commit.timings)
 
 
+def block_share(commit: Commit, draft_ns: int) -> float:
+    """Return which share of a step's time on the workers the draft model took for its next block."""
+    return draft_ns / max(1, draft_ns + sum(timing.forward_ns for timing in commit.timings))
+
+
 def batch_taken(commit: Commit, draft_ns: int) -> BatchTaken | None:
     """Return what a step was computed in, None where the last stage does not tell it.
 

@@ -190,7 +190,7 @@ def simulated_ms(chances: Sequence[float], first_blocks: Sequence[int], *, draft
                 accepted,
                 (milliseconds + drafting) / 1e3,
                 taken if costs.shared else None,
-                block_seconds=drafting / 1e3,
+                block_share=drafting / (milliseconds + drafting),
                 block_rows=length + 1 if length else 0,
             )
             produced[id(answer)] += accepted + 1

@@ -63,7 +63,7 @@ def tokens_per_s(
                 accepted,
                 step_s + own,
                 taken if costs.shared else None,
-                block_seconds=own,
+                block_share=own / (step_s + own),
                 block_rows=length + 1 if length else 0,
             )
             blocks[id(one)] = 0 if one.rests else length

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coordinator.engine.batch_costs import BatchCosts, lengths_of
-from coordinator.engine.speculation import Speculation
+from coordinator.engine.speculation import LONGEST_REST_STEPS, SHORTEST_REST_STEPS, Speculation
 
 STEP_MS = {0: 7.0, 1: 12.3, 3: 12.7, 7: 14.7, 15: 17.4}
 """What steps of the demo pair take with so many draft tokens, on one thread of a CPU in float32."""
@@ -214,3 +214,15 @@ def test_plain_steps_that_took_long_by_chance_are_measured_again() -> None:
         speculation.observe(length, 0, STEP_MS[length] * slow / 1e3)
         lengths.append(length)
     assert sum(length > 0 for length in lengths) < 20
+
+
+def test_a_block_that_seems_to_take_for_ever() -> None:
+    """Where clocks tell of plain steps that took nothing, the pause behind a block has an end all the same."""
+    speculation = Speculation(16)
+    for length, seconds in ((15, 9.0), (15, 9.0), (0, 0.0), (0, 0.0)):
+        speculation.observe(length, 0, seconds, block_share=1.0 if length else 0.0, block_rows=16 if length else 0)
+    rests = 0
+    while speculation.draft_tokens() == 0 and rests <= LONGEST_REST_STEPS:
+        speculation.observe(0, 0, 1e-9)
+        rests += 1
+    assert SHORTEST_REST_STEPS <= rests <= LONGEST_REST_STEPS
