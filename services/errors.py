@@ -126,6 +126,8 @@ _BY_CODE: Mapping[grpc.StatusCode, type[FlashsplitError]] = {
     kind.code: kind for kind in FlashsplitError.__subclasses__()
 }
 _BY_NAME = {code.name: kind for code, kind in _BY_CODE.items()}
+_STREAM_REMOVED = "Stream removed"
+"""What gRPC says of a stream whose connection broke, before the cause in brackets."""
 
 
 def error_named(code_name: str, message: str, *, reason: str | None = None, **where: object) -> FlashsplitError:
@@ -197,8 +199,9 @@ def from_rpc_error(error: grpc.RpcError, **where: object) -> FlashsplitError:
         remote = kind(text, reason=info.reason)
         remote.where.update(info.metadata)
         return remote.located(**where)
-    if kind is Cancelled:
-        # This side did not cancel the call: a server stops and cuts its running calls.
+    # This side did not cancel the call: a server stops and cuts its running calls. And gRPC at times has streams whose
+    # connection broke end as UNKNOWN (its issue 34076).
+    if kind is Cancelled or (code is grpc.StatusCode.UNKNOWN and text.startswith(_STREAM_REMOVED)):
         kind = Unavailable
     if kind is Unavailable:
         place = where.get("address", "the worker")

@@ -44,6 +44,8 @@ class Losses:
         self._unfit = set[int]()
         """The lost whose processes, where they are local, have not been ended yet."""
         self._deaths: dict[int, asyncio.Task[WorkerFailed]] = {}
+        self._ended: dict[int, WorkerFailed] = {}
+        """How processes ended that are watched no more, until all losses are forgotten."""
         self._edges: dict[int, Edge] = {}
         """The connections of the workers among each other, by the index of the worker to which they lead."""
         self._reports: dict[int, FlashsplitError] = {}
@@ -70,7 +72,7 @@ class Losses:
         if death is None:
             return
         if death.done():
-            self._lost[index] = death.result()
+            self._lost[index] = self._ended[index] = death.result()
         death.cancel()
 
     async def watch_edge(self, index: int, before: str, address: str) -> None:
@@ -137,13 +139,14 @@ class Losses:
     async def first_death(self, timeout_s: float) -> tuple[int, WorkerFailed] | None:
         """Wait for so long until a local worker's process has ended, and return its index and how it ended. None as
         soon as a loss was noted that has another cause."""
-        if self._deaths and time.monotonic() - self._noted_at > timeout_s:
+        if self._deaths and not self._ended and time.monotonic() - self._noted_at > timeout_s:
             noted = asyncio.ensure_future(self._noted.wait())
             try:
                 await _first_done([*self.deaths, noted], timeout_s)
             finally:
                 noted.cancel()
-        found = ((index, self.death(index)) for index in self._deaths)
+        # A session may hear of its broken connection when the worker is about to be replaced already.
+        found = ((index, self.death(index) or self._ended.get(index)) for index in {**self._deaths, **self._ended})
         return next(((index, death) for index, death in found if death is not None), None)
 
     def reason(self, index: int) -> FlashsplitError | None:
@@ -179,6 +182,7 @@ class Losses:
         self._reports.clear()
         self._reported.clear()
         self._lost.clear()
+        self._ended.clear()
         self._unfit.clear()
         self.trouble = None
 

@@ -211,11 +211,15 @@ def test_any_key_may_name_a_place() -> None:
 
 
 def test_cut_calls_are_unavailable() -> None:
-    """CANCELLED from a server means that it stops; other codes without a counterpart are INTERNAL."""
+    """CANCELLED from a server means that it stops, and "Stream removed" that the connection broke; other codes without
+    a counterpart are INTERNAL."""
     cut = from_rpc_error(rpc_error(grpc.StatusCode.CANCELLED, "", b""), address="a")
     assert type(cut) is Unavailable
     assert cut.message == "a does not answer: no details"
-    assert type(from_rpc_error(rpc_error(grpc.StatusCode.ABORTED, "x", b""))) is InternalError
+    for code in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNKNOWN):
+        assert type(from_rpc_error(rpc_error(code, "x", b""))) is InternalError
+    removed = from_rpc_error(rpc_error(grpc.StatusCode.UNKNOWN, "Stream removed (Socket closed)", b""), address="a")
+    assert type(removed) is Unavailable
 
 
 def test_clients_are_not_told_where_workers_of_this_host_listen() -> None:

@@ -421,8 +421,16 @@ async def test_a_killed_local_worker_and_its_return() -> None:
         assert death is not None
         assert "SIGKILL" in death
         assert cluster.loss(0) is None
-        await cluster.restore()
+        restoring = asyncio.ensure_future(cluster.restore())
+        await asyncio.sleep(0.1)
+        # Who hears of a broken connection only now is told the same.
+        late = await cluster.explain(Unavailable("the stream broke", stage=0))
+        assert "SIGKILL" in late.message, late.message
+        assert not restoring.done()
+        await restoring
         assert cluster.alive
+        late = Unavailable("the stream broke", stage=0)
+        assert await cluster.explain(late) is late
         assert cluster.loss(1) is None
         assert cluster.workers[0].process_id == first
         assert cluster.workers[1].process_id not in (first, second)
