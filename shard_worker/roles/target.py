@@ -396,6 +396,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             needed = request.rest.first_position
 
         def take_up() -> tuple[int, StageState]:
+            self.batches.settle()
             if resting.draft is not None:
                 self._drafting.forget(resting.draft)
             held = held_length(resting, request, loaded.stage, needed)

@@ -351,10 +351,12 @@ class TargetSession(ABC):
     def _leave_memory(self, *, rests: bool) -> None:
         """Leave the session's memory to who takes it up, where it rests."""
         sent, self._sent = self._sent, None
-        self._device.keep_none()
         if sent is not None and rests:
+            # The device may be at a step, whose rows are still to be kept: the memory holds them too.
             self.host.resting.add(self._resting(sent))
-        elif sent is not None:
+            return
+        self._device.keep_none()
+        if sent is not None:
             sent.forget()
 
     def _resting(self, sent: SentRows) -> RestingSession:
@@ -550,6 +552,9 @@ class DeviceSession(ABC):
     def close(self) -> None:
         """Forget the caches; to be called on the event loop. Safe to call twice."""
         self._progress.state = None
+        if self._sent is not None:
+            with contextlib.suppress(RuntimeError):
+                self._thread.queue(self._keep_last)
         for lane in (self._lanes.above, self._lanes.below):
             if lane is not None:
                 # The thread may be over.
@@ -561,8 +566,13 @@ class DeviceSession(ABC):
         self._progress.step = step
 
     def keep_none(self) -> None:
-        """Keep nothing more of steps: the session is over; on the event loop."""
+        """Keep nothing more of steps: the session is over; on either thread."""
         self._sent = None
+
+    def _keep_last(self) -> None:
+        """Keep the rows of the step that was on the device when the session ended, and nothing more."""
+        self._batches.settle()
+        self.keep_none()
 
     # --- steps
 

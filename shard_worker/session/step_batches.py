@@ -265,6 +265,11 @@ class StepBatches:
         self._waiting.extend(map(tuple, kinds.values()))
         self._thread.notice()
 
+    def settle(self) -> None:
+        """Read the results of what is on the device, so that all that was begun is known to its sessions, which hear of
+        errors too; on the device thread."""
+        self._settle_launched([])
+
     def __len__(self) -> int:
         """How many steps wait."""
         return sum(len(_steps(waiting)) for waiting in [*self._waiting])

@@ -22,7 +22,9 @@ from shard_worker.model.features import Features
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.resting import RestingSessions
 from shard_worker.session.sent_rows import RowBudget, SentRows
+from shard_worker.stage.stage import StageState
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
+from tests.shard_worker.session.watched_stage import watch
 from tests.shard_worker.tiny import ids
 
 PROMPT, COUNT, CHUNK = ids(20), 14, 8
@@ -147,6 +149,39 @@ async def lost_behind(chain: Chain, count: int = COUNT, **changes: Any) -> list[
         tokens = await go_on(client, PROMPT, count)
         await lose(chain, client, len(chain.roles) - 1)
     return [*PROMPT, *tokens]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_a_stage_that_is_lost_while_another_one_computes(name: str, make_chain: MakeChain) -> None:
+    """The rows of the step that was on the device when the session ended are held too: recurrent layers, which cannot
+    be cut to what was sent, need not begin anew."""
+    chain = make_chain(name, (2,))
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, PROMPT, COUNT + 4)
+    began, goes_on = threading.Event(), threading.Event()
+    known = [*PROMPT, *expected[:COUNT]]
+
+    def hold(state: StageState) -> None:
+        if state.length == len(known) - 1 and not began.is_set():
+            began.set()
+            assert goes_on.wait(20)
+
+    watch(chain.roles[0], before_step=hold)
+    try:
+        async with chain.session(rest=rest()) as client:
+            assert await go_on(client, PROMPT, COUNT) == expected[:COUNT]
+            stepping = asyncio.ensure_future(client.step(StepKind.DECODE, known[-1:]))
+            assert await asyncio.to_thread(began.wait, 20)
+            await lose(chain, client, 1)
+            stepping.cancel()
+    finally:
+        goes_on.set()
+    before = computed(chain)[0]
+    async with chain.session(rest=rest(known)) as client:
+        assert held(client) == [len(known) - (name == "qwen3"), 0]
+        assert await go_on(client, known, COUNT + 4) == expected
+    # The step that was on the device may be counted only now.
+    assert computed(chain)[0] - before <= 5
 
 
 async def test_it_rests_for_its_time_alone(make_chain: MakeChain) -> None:
@@ -428,6 +463,8 @@ async def test_what_rests_gives_way_first(make_chain: MakeChain) -> None:
         pool.page((4000,), torch.uint8, torch.device("cpu"))
     assert not len(resting)
     await lost_behind(chain)
+    # The device thread lets go of its own reference to the rows.
+    await chain.roles[0].resources.thread.submit(int)
     assert resting.rows.take(resting.rows.size_bytes)
     assert not len(resting)
     resting.rows.take(-resting.rows.size_bytes)
