@@ -261,7 +261,7 @@ def step_distribution(logits: torch.Tensor, text: str, temperature: float) -> np
     return np.asarray(weights / weights.sum())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_probabilities_are_the_models_renormalised_step_by_step(tiny: Tiny, tmp_path: Path, temperature: float) -> None:
     """Over all outputs of `[ab]{2}`: drawn plainly, and with draft tokens of every kind, which change no seed's
     answer."""
