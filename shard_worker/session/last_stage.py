@@ -419,7 +419,7 @@ class LastStageDeviceSession(DeviceSession):
         self._together = together
         forward, outcome = step.forward, self.decide(step)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
-        if (kept := self._sent) is not None:
+        if (kept := self._sent()) is not None:
             kept.add_tokens(forward.base_position, forward.token_ids[:rows])
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
         draft, features = self.draft, outcome.features.rows(rows)

@@ -376,7 +376,7 @@ class RelayDeviceSession(DeviceSession):
     def keep(self, sent: Forward) -> None:
         """Keep the rows of a step that goes to the next stage, to be sent again where that is lost; on either thread,
         in the order of steps."""
-        kept = self._sent
+        kept = self._sent()
         if kept is not None:
             kept.add(sent)
 
@@ -419,7 +419,7 @@ class RelayDeviceSession(DeviceSession):
             below.prepare(sent)
         leaving.wait_first()
         # The next step may overwrite it as soon as this one is sent.
-        lasting = sent if self._sent is None else outgoing.lasting(sent)
+        lasting = sent if self._sent() is None else outgoing.lasting(sent)
         # Before its answer can come; the event loop wakes up behind it.
         self.tell(StepPassedOn(PassedStep.of(sent, arrived_ns, outgoing.elapsed_ns)))
         if below is None or not below.send(sent, leaving.wait if leaving.lent else None):

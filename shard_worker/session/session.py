@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
@@ -352,11 +353,9 @@ class TargetSession(ABC):
         """Leave the session's memory to who takes it up, where it rests."""
         sent, self._sent = self._sent, None
         if sent is not None and rests:
-            # The device may be at a step, whose rows are still to be kept: the memory holds them too.
+            # The device thread may be at a step, whose rows it adds to them: the memory holds these too.
             self.host.resting.add(self._resting(sent))
-            return
-        self._device.keep_none()
-        if sent is not None:
+        elif sent is not None:
             sent.forget()
 
     def _resting(self, sent: SentRows) -> RestingSession:
@@ -501,7 +500,9 @@ class DeviceSession(ABC):
         sent: SentRows | None = None,
     ) -> None:
         """handle: takes the session's events, on the event loop. sent: as of `TargetSession`."""
-        self._sent = sent
+        self._sent: Callable[[], SentRows | None] = (lambda: None) if sent is None else weakref.ref(sent)
+        """Where rows and tokens of steps are kept as long as somebody may ask for them: the session, or who takes up
+        what rests of it."""
         self._thread, self._stage, self._request = host.thread, host.stage, request
         self._batches, self._events, self._handle = host.batches, host.events, handle
         self._lanes, self._edges = lanes, host.edges
@@ -552,9 +553,6 @@ class DeviceSession(ABC):
     def close(self) -> None:
         """Forget the caches; to be called on the event loop. Safe to call twice."""
         self._progress.state = None
-        if self._sent is not None:
-            with contextlib.suppress(RuntimeError):
-                self._thread.queue(self._keep_last)
         for lane in (self._lanes.above, self._lanes.below):
             if lane is not None:
                 # The thread may be over.
@@ -564,15 +562,6 @@ class DeviceSession(ABC):
     def skip(self, step: int) -> None:
         """Count a step whose rows are computed already; on the event loop, before any other step."""
         self._progress.step = step
-
-    def keep_none(self) -> None:
-        """Keep nothing more of steps: the session is over; on either thread."""
-        self._sent = None
-
-    def _keep_last(self) -> None:
-        """Keep the rows of the step that was on the device when the session ended, and nothing more."""
-        self._batches.settle()
-        self.keep_none()
 
     # --- steps
 

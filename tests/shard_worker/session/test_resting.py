@@ -463,8 +463,6 @@ async def test_what_rests_gives_way_first(make_chain: MakeChain) -> None:
         pool.page((4000,), torch.uint8, torch.device("cpu"))
     assert not len(resting)
     await lost_behind(chain)
-    # The device thread lets go of its own reference to the rows.
-    await chain.roles[0].resources.thread.submit(int)
     assert resting.rows.take(resting.rows.size_bytes)
     assert not len(resting)
     resting.rows.take(-resting.rows.size_bytes)
