@@ -239,8 +239,9 @@ class ChainAttempt:
             return
         # Where the whole prompt was restored there is nothing to compute: its logits give the first token.
         chunk, speculation = self._chunk, state.speculation
-        if self._request.prefill_chunk is None and speculation.block_size == 1 and speculation.costs.shared:
-            chunk = chunk_beside_others(self._cluster.workers, len(prompt))
+        if self._request.prefill_chunk is None and speculation.costs.shared:
+            drafts = speculation.block_size > 1
+            chunk = chunk_beside_others(self._cluster.workers, len(prompt), drafts=drafts)
         edges = (*points, *self._held)
         steps = chunks(len(prompt), edges, chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered, answered, propose = 0, self._length, 0

@@ -143,9 +143,9 @@ class DeviceThread:
     # --- work that is done together
 
     def serve(self, work: BatchedWork) -> None:
-        """Do from now on what waits there: behind the jobs that wait, but for those that compute rows, between which it
-        comes in turn. To be called before something waits."""
-        self._queue.batched.append(work)
+        """Do from now on what waits there, in turn with other such work: behind the jobs that wait, but for those that
+        compute rows, between which it comes in turn. To be called before something waits."""
+        self._queue.batched += (work,)
 
     def notice(self) -> None:
         """Notice that something waits there; from any thread. Raises RuntimeError when the thread is over."""
@@ -318,7 +318,8 @@ class _Queue:
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
         self._jobs: deque[_Job] = deque()
-        self.batched: list[BatchedWork] = []
+        self.batched: tuple[BatchedWork, ...] = ()
+        """In turn: what was done last comes last."""
         self.before_waiting: list[Callable[[], object]] = []
         self._has_computed = False
         """Whether the last job has computed rows."""
@@ -454,6 +455,7 @@ class _Queue:
     def _run_next(self) -> None:
         waiting = self._waiting
         if waiting is not None and (self._has_computed or not self._jobs):
+            self.batched = (*(work for work in self.batched if work is not waiting), waiting)
             self.run_now(waiting.run)
             # What computes rows in a job has its turn now.
             self._has_computed = False

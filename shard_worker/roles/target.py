@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 import torch
@@ -22,7 +23,7 @@ from services.messages.description import (
 from services.messages.draft_session import OpenDraft
 from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import OpenSession, StageIdentity
+from services.messages.steps import Location, OpenSession, StageIdentity
 from services.model.config import ModelConfig
 from services.model.draft_target import DraftAndTarget
 from services.model.drafts import DraftConfig
@@ -63,6 +64,8 @@ from shard_worker.weights.weight import DenseWeight, RowLookup
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import BlocksAhead
+
+Opened = TypeVar("Opened", bound=StageSession | DraftLink | None)
 
 CAPTURE_MISMATCH = "CAPTURE_MISMATCH"
 """The reason of the error where a draft reads other blocks than the stage captures."""
@@ -295,7 +298,8 @@ class TargetRole(WorkerRole[LoadTarget]):
         and `StageDrafts.open`.
         """
         location = self.resources.location(request.stage)
-        try:
+        allocating: asyncio.Future[StageState] | None = None
+        with _located(location):
             loaded = self._loaded_for(request)
             stage = loaded.stage
             sampler = None if request.route else await self._sampler(request, loaded)
@@ -304,9 +308,8 @@ class TargetRole(WorkerRole[LoadTarget]):
             if resting is not None and sampler is not None:
                 held, state = await self._taken_up(resting, request, loaded, None)
             elif resting is None:
-                state = await self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
-        except FlashsplitError as error:
-            raise error.located(stage=request.stage, host=location.host, device=location.device) from None
+                # Behind a step that others have begun; what else is opened need not wait for the next one too.
+                allocating = self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
         host = SessionHost(
             self.resources.thread,
             stage,
@@ -322,32 +325,35 @@ class TargetRole(WorkerRole[LoadTarget]):
         session: TargetSession
         if sampler is None:
             steps = above is not None or stage.embedding is not None
-            try:
-                downstream = await self._open_next(request, steps=steps)
-            except BaseException:
-                if resting is not None:
+            downstream: StageSession
+            if allocating is not None:
+                state, downstream = await _with_memory(allocating, self._open_next(request, steps=steps), location)
+                sent = self._sent_rows(request)
+            else:
+                assert resting is not None
+                try:
+                    downstream = await self._open_next(request, steps=steps)
+                except BaseException:
                     # The chain may not be whole yet.
                     self.resting.add(resting)
-                raise
-            sent = self._sent_rows(request)
-            if state is None:
-                assert resting is not None
+                    raise
                 try:
                     held, state = await self._taken_up(resting, request, loaded, downstream)
                 except BaseException:
                     await downstream.close()
                     raise
-                if held:
-                    sent = resting.sent
-                    host = replace(host, identity=replace(host.identity, held_length=held))
+                sent = resting.sent if held else self._sent_rows(request)
+                host = replace(host, identity=replace(host.identity, held_length=held))
             session = RelaySession(host, request, state, above, downstream, sent)
         else:
-            assert state is not None
             taken = resting if held else None
             sent = self._sent_rows(request) if taken is None else taken.sent
-            draft = None
-            if request.draft is not None:
-                draft = await self._drafts.open(request, loaded, sent, None if taken is None else taken.draft)
+            opening = self._open_draft(request, loaded, sent, None if taken is None else taken.draft)
+            if allocating is not None:
+                state, draft = await _with_memory(allocating, opening, location)
+            else:
+                draft = await opening
+            assert state is not None
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
             if taken is not None:
                 verifier.last = taken.last or verifier.last
@@ -448,6 +454,12 @@ class TargetRole(WorkerRole[LoadTarget]):
             request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar, request.stop_token_ids
         )
 
+    async def _open_draft(
+        self, request: OpenSession, loaded: LoadedStage, sent: SentRows | None, kept: LocalDraftLink | None
+    ) -> DraftLink | None:
+        """Open the session's draft, where it has one; arguments and errors as of `StageDrafts.open`."""
+        return None if request.draft is None else await self._drafts.open(request, loaded, sent, kept)
+
     async def _open_next(self, request: OpenSession, *, steps: bool) -> StageSession:
         """Open the session on the next stage of the route. steps: steps may go there by a lane."""
         hop = request.route[0]
@@ -455,6 +467,34 @@ class TargetRole(WorkerRole[LoadTarget]):
         return await port.open(
             replace(request, stage=request.stage + 1, layers=hop.layers, route=request.route[1:]), steps=steps
         )
+
+
+@contextlib.contextmanager
+def _located(location: Location) -> Iterator[None]:
+    """Have an error say on which stage, host and device it came up."""
+    try:
+        yield
+    except FlashsplitError as error:
+        raise error.located(stage=location.stage, host=location.host, device=location.device) from None
+
+
+async def _with_memory(
+    allocating: asyncio.Future[StageState], opening: Coroutine[Any, Any, Opened], location: Location
+) -> tuple[StageState, Opened]:
+    """Return a session's memory here, and what was opened for it meanwhile: its next stage or its draft, which is
+    closed where there is no memory, of which the error says that it came up at `location`."""
+    opened = asyncio.ensure_future(opening)
+    try:
+        with _located(location):
+            state = await allocating
+    except BaseException:
+        opened.cancel()
+        # Its own error, or that it was cancelled, is of no interest any more.
+        with contextlib.suppress(asyncio.CancelledError, FlashsplitError):
+            if (other := await opened) is not None:
+                await other.close()
+        raise
+    return state, await opened
 
 
 # --- drafts

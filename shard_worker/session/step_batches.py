@@ -167,6 +167,10 @@ class StepBatches:
         self._thread, self._sessions, self._drafting = thread, sessions, drafting
         self._waiting: deque[WaitingStep | tuple[WaitingStep, ...]] = deque()
         """Steps that came alone, and such as came together."""
+        self._alone: deque[WaitingStep] = deque()
+        """Steps that no other one can be computed with: long chunks of prompts, mostly."""
+        self._alone_is_next = True
+        """Whether it is the turn of one of those, where others wait as well."""
         self._launched: _Launched | None = None
         """The step whose results have not been read yet."""
         self._behind: _Launched | None = None
@@ -204,7 +208,7 @@ class StepBatches:
         then: Callable[[ComputedStep], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Have a step computed behind the jobs that wait, from any thread; what is computed alone is a job itself.
+        """Have a step computed behind the jobs that wait, from any thread.
 
         No session has two steps that wait. then, failed: as of `WaitingStep`, on the device thread. Raises RuntimeError
         when the thread is over.
@@ -246,10 +250,7 @@ class StepBatches:
         return result
 
     def _add(self, step: WaitingStep) -> None:
-        if step.session.kind(step.forward) is None:
-            self._thread.queue_step(self._compute_alone, step)
-            return
-        self._waiting.append(step)
+        (self._alone if step.session.kind(step.forward) is None else self._waiting).append(step)
         self._thread.notice()
 
     def add_together(self, steps: Iterable[WaitingStep]) -> None:
@@ -259,7 +260,7 @@ class StepBatches:
         for step in steps:
             kind = step.session.kind(step.forward)
             if kind is None:
-                self._thread.queue_step(self._compute_alone, step)
+                self._alone.append(step)
             else:
                 kinds.setdefault(kind, []).append(step)
         self._waiting.extend(map(tuple, kinds.values()))
@@ -272,13 +273,13 @@ class StepBatches:
 
     def __len__(self) -> int:
         """How many steps wait."""
-        return sum(len(_steps(waiting)) for waiting in [*self._waiting])
+        return len(self._alone) + sum(len(_steps(waiting)) for waiting in [*self._waiting])
 
     # --- as `BatchedWork`, on the device thread
 
     @property
     def waiting(self) -> bool:
-        return self._launched is not None or bool(self._waiting)
+        return self._launched is not None or bool(self._waiting or self._alone)
 
     def drop(self) -> None:
         on_device = [one for one in (self._launched, self._behind) if one is not None]
@@ -286,14 +287,22 @@ class StepBatches:
         for row in [row for one in on_device for row in one.rows]:
             if row.step is not None:
                 row.step.dropped()
-        while self._waiting:
-            for step in _steps(self._waiting.popleft()):
-                step.dropped()
+        for waiting in (self._waiting, self._alone):
+            while waiting:
+                for step in _steps(waiting.popleft()):
+                    step.dropped()
 
     def run(self) -> None:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
-        leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
+        leaves as many to each stage of the chain; in turn with steps that are computed alone, one at a time. Raises the
+        first error of a step, behind all of them."""
         with raising_first() as errors:
+            others_wait = self._launched is not None or bool(self._waiting)
+            if self._alone and (self._alone_is_next or not others_wait):
+                self._alone_is_next = False
+                self._compute_alone(self._alone.popleft(), errors)
+                return
+            self._alone_is_next = True
             if self._launched is None:
                 self._compute(self._next(), errors)
             elif self._launched.rows[0].session.chain_length > 1:
@@ -303,11 +312,10 @@ class StepBatches:
             if not self.waiting:
                 self._results_ns = None
 
-    def _compute_alone(self, step: WaitingStep) -> None:
-        with raising_first() as errors:
-            self._settle_launched(errors)
-            if step.begins():
-                self._compute([step], errors)
+    def _compute_alone(self, step: WaitingStep, errors: list[Exception]) -> None:
+        self._settle_launched(errors)
+        if step.begins():
+            self._compute([step], errors)
 
     def _ask_for_launched(self, errors: list[Exception]) -> None:
         """Let the drafts' work be done that says what follows, and then leave out what was launched and is not asked
@@ -459,7 +467,7 @@ class StepBatches:
     def _begin_following(self, before: _Launched, errors: list[Exception]) -> list[_Row]:
         """Begin what can be one step behind `before`: the steps that follow its own by themselves, and all that wait.
 
-        None are begun where these cannot be one step, or others are to be done.
+        None are begun where these cannot be one step, or something else is to be done before.
         """
         blocks = before.issued[0] is not None
         following: list[tuple[int, _Row, Forward, int]] = []
@@ -483,6 +491,7 @@ class StepBatches:
         if (
             len(following) < 2
             or self._thread.has_jobs
+            or self._alone
             or not stage.steps_behind(rows_following + sum(map(_rows_of, joining)), blocks=blocks)
             or len(kinds) > 1
         ):

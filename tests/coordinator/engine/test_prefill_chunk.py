@@ -36,12 +36,19 @@ def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], ro
 
 
 @pytest.mark.parametrize(
-    ("engine", "tokens", "rows"),
-    [(StepEngine.GRAPHS, 4096, 64), (StepEngine.GRAPHS, 4097, 1024), (StepEngine.TORCH, 100, 1024)],
+    ("engine", "tokens", "drafts", "rows"),
+    [
+        (StepEngine.GRAPHS, 4096, False, 64),
+        (StepEngine.GRAPHS, 4096, True, 256),
+        (StepEngine.GRAPHS, 4097, True, 1024),
+        (StepEngine.TORCH, 100, False, 1024),
+    ],
 )
-def test_few_rows_beside_others_where_they_join_their_steps(engine: StepEngine, tokens: int, rows: int) -> None:
-    """By kernels; elsewhere a prompt has steps of its own."""
+def test_few_rows_beside_others_where_they_join_their_steps(
+    engine: StepEngine, tokens: int, drafts: bool, rows: int
+) -> None:
+    """By kernels; elsewhere a prompt has steps of its own. Blocks of others have made the steps longer already."""
     one = worker(4096, ("cuda:0", 141 * GB))
     assert one.target is not None
     target = replace(one.target, step_engine=engine)
-    assert chunk_beside_others([replace(one, target=target)] * 2, tokens) == rows
+    assert chunk_beside_others([replace(one, target=target)] * 2, tokens, drafts=drafts) == rows

@@ -125,3 +125,39 @@ def test_with_few_cores_it_sleeps(thread: DeviceThread, monkeypatch: pytest.Monk
         time.sleep(0.05)
         spent = cpu_seconds(thread) - before
     assert spent < (time.monotonic() - began) / 10
+
+
+class Work:
+    """Work that waits a number of times, and notes when it was done."""
+
+    def __init__(self, thread: DeviceThread, name: str, done: list[str], times: int) -> None:
+        self._name, self._done, self._left = name, done, times
+        thread.serve(self)
+
+    @property
+    def waiting(self) -> bool:
+        return self._left > 0
+
+    def run(self) -> None:
+        self._left -= 1
+        self._done.append(self._name)
+
+    def drop(self) -> None:
+        self._left = 0
+
+
+def test_work_of_several_kinds_is_done_in_turn(thread: DeviceThread) -> None:
+    """What always has something to do keeps no other from its turn: drafts, whose contexts a long prompt's chunks
+    fill one by one, did not let others' steps through until its end."""
+    done: list[str] = []
+    free = threading.Event()
+    held = thread.queue(free.wait, 10)
+    Work(thread, "drafts", done, 3)
+    Work(thread, "steps", done, 3)
+    free.set()
+    assert held.result(5)
+    thread.notice()
+    end = time.monotonic() + 5
+    while len(done) < 6 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert done == ["drafts", "steps"] * 3

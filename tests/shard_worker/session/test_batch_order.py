@@ -39,7 +39,9 @@ class Session:
     chain_length: int = 1
     most_rows: int = 512
 
-    def kind(self, forward: Forward) -> str:
+    def kind(self, forward: Forward) -> str | None:
+        if len(forward.token_ids) > self.most_rows:
+            return None
         return "verify" if forward.kind is StepKind.VERIFY else "other"
 
     def begin(self, forward: Forward, behind: int | None = None) -> Any:
@@ -121,6 +123,15 @@ def test_prompts_come_together_where_few_answers_wait_for_them() -> None:
     one, other = scheduled.run()
     assert one == ["answer 0", "answer 1", "answer 2", *(f"prompt {number}" for number in range(7))]
     assert other == ["prompt 7", "prompt 8"]
+
+
+def test_long_chunks_take_turns_with_the_steps_of_others() -> None:
+    """Each is computed alone, and between two of them all that can be one step."""
+    scheduled = Scheduled()
+    for name in ("first", "second", "third"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.add_answers(2)
+    assert scheduled.run() == [["first"], ["answer 0", "answer 1"], ["second"], ["third"]]
 
 
 def test_prompts_that_have_begun_come_first() -> None:
