@@ -44,9 +44,17 @@ GROUP_HYSTERESIS = 1.05
 AGAIN_HYSTERESIS = 1.25
 """How many times as many tokens as drafting takes of others must be won by it for an answer to end its pause."""
 
+LONGER_HYSTERESIS = 1.1
+"""The same for one that drafts to verify more draft tokens."""
+
+NEARLY_ALL = 0.75
+"""Which share of the answers has steps in a batch where nearly all are meant to."""
+
 PRICES = tuple(0.6 * 0.75**step for step in range(15))
-"""How many tokens a further draft token has to win at least for one of several answers to verify it, of which the best
-one is looked for: the highest one leaves the tokens that nearly always come true, the lowest one all of most blocks."""
+"""How many tokens a further draft token has to win at least for one of several answers to verify it: the highest one
+leaves the tokens that nearly always come true, the lowest one all of most blocks. The best one is looked for where each
+number of rows takes its own time; where rows up to a number take as long as that, the lowest one holds, and the best
+number is looked for."""
 
 FULL = 0.7
 """With such a share of the rows that a step may have a batch is taken to be full."""
@@ -127,7 +135,8 @@ class _Prices:
 
     seconds: of a batch in which all verify so many of the draft model's. looked_up: the same of tokens that were looked
     up, while no draft model is asked for any. rate: the most tokens that a batch gets in a second. more: seconds that
-    one answer's draft tokens take of all; looked_up_more: the same where they were looked up.
+    one answer's draft tokens take of all; looked_up_more: the same where they were looked up. allotment: None where no
+    answer drafts.
     """
 
     seconds: dict[int, float]
@@ -135,6 +144,55 @@ class _Prices:
     rate: float
     more: dict[int, float]
     looked_up_more: dict[int, float]
+    allotment: _Allotment | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Draft tokens that an answer's steps would verify beyond others: `rows` more, `length` with those before them.
+
+    tokens: how many they win on average. worth: how many each of them wins, less where it would be a change.
+    """
+
+    answer: Hashable
+    length: int
+    rows: int
+    tokens: float
+    worth: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Allotment:
+    """How draft tokens are dealt out among answers.
+
+    draft_tokens: of each answer's steps. rows: how many all answers' steps may have together, their first ones and
+    draft tokens. price: how many tokens one more would have to win to be worth it.
+    """
+
+    draft_tokens: dict[Hashable, int]
+    rows: int
+    price: float
+
+
+def _dealt_out(wishes: Sequence[_Wish], limit: int) -> tuple[dict[Hashable, int], float, float]:
+    """Return how many draft tokens the steps of whose wishes are met get where only so many are to be had, how many
+    tokens these win, and how many one more would win at most.
+
+    wishes: the most promising one first, and each answer's in their order.
+    """
+    lengths: dict[Hashable, int] = {}
+    refused: set[Hashable] = set()
+    left, won, price = limit, 0.0, 0.0
+    for wish in wishes:
+        if wish.answer in refused:
+            continue
+        if wish.rows > left:
+            refused.add(wish.answer)
+            price = max(price, wish.worth)
+            continue
+        left, won = left - wish.rows, won + wish.tokens
+        lengths[wish.answer] = wish.length
+    return lengths, won, price
 
 
 @dataclass(slots=True)
@@ -343,6 +401,26 @@ class BatchCosts:
         more = prices.looked_up_more if looked_up else prices.more
         return [tokens - prices.rate * more[length] for tokens, length in zip(expected, lengths, strict=True)]
 
+    def allotted(self, answer: Hashable, expected: dict[int, float]) -> int | None:
+        """Return how many draft tokens the steps of one of several answers should verify, so that all together get the
+        most tokens a second; None where that is not known. expected: as of `hope`."""
+        prices = self._prices_of(expected)
+        allotment = None if prices is None else prices.allotment
+        if allotment is None or not self.shared:
+            return None
+        given = allotment.draft_tokens
+        room = given.get(answer)
+        if room is None:
+            # It came later: it has what is left, and what those have left who are gone.
+            taken = sum(length for other, length in given.items() if other in self._now)
+            room = max(0, allotment.rows - taken - len(self._now))
+        # What it hoped for then may not have come true.
+        given[answer] = max(
+            (length for length in expected if length <= room),
+            key=lambda length: expected[length] - allotment.price * length,
+        )
+        return given[answer]
+
     def least_tokens(self, draft_tokens: int, plan: Sequence[int]) -> float | None:
         """Return how many tokens a step with so many draft tokens must produce to be worth as much as a plain one, None
         where nothing tells what they cost. plan: all numbers of draft tokens that an answer's steps may have."""
@@ -353,8 +431,11 @@ class BatchCosts:
             return prices.seconds[draft_tokens] / prices.seconds[0]
         return 1 + prices.rate * prices.more[draft_tokens]
 
-    def pays_surely(self, expected: dict[int, float]) -> bool:
-        """Return whether an answer among others that rests should draft again. expected: as of `hope`."""
+    def pays_surely(self, answer: Hashable, expected: dict[int, float]) -> bool:
+        """Return whether one of several answers that rests should draft again. expected: as of `hope`."""
+        allotted = self.allotted(answer, expected)
+        if allotted is not None:
+            return allotted > 0
         prices = self._prices_of(expected)
         return prices is not None and any(
             tokens - 1 > AGAIN_HYSTERESIS * prices.rate * prices.more[length]
@@ -398,47 +479,77 @@ class BatchCosts:
             return _Prices(seconds, looked_up, 1 / seconds[0], {}, {})
         plain, none = self._plain_sessions, seconds[0]
         plain_rate = plain / self._steps.predicted(plain, plain)
-        rate, price = self._best_price(plain_rate, sessions, none)
-        self._drafts = price is not None
-        if price is not None:
-            more = {length: price * length / rate for length in lengths}
+        rate, allotment = self._best_allotment(plain_rate, sessions, none)
+        self._drafts = allotment is not None
+        if allotment is not None:
+            more = {length: allotment.price * length / rate for length in lengths}
         else:
             # What the first one takes that drafts, and each of all that do: all of them hear the same price.
             first = self._rising(sessions, {length: (length, 1.0) for length in lengths})
             more = {length: max(first[length] - none, (seconds[length] - none) / sessions) for length in lengths}
         alone = self._rising(sessions, {length: (length, 0.0) for length in lengths})
         looked_up_more = {length: min(more[length], alone[length] - none) for length in lengths}
-        return _Prices(seconds, looked_up, rate, more, looked_up_more)
+        return _Prices(seconds, looked_up, rate, more, looked_up_more, allotment)
 
-    def _best_price(self, plain_rate: float, sessions: float, none: float) -> tuple[float, float | None]:
-        """Return how many tokens a second a batch gets at most, and how many tokens a draft token has to win then; None
-        where no answer drafts.
+    def _best_allotment(self, plain_rate: float, sessions: float, none: float) -> tuple[float, _Allotment | None]:
+        """Return how many tokens a second a batch gets at most, and how its rows are dealt out then; None where no
+        answer drafts.
 
-        All answers that choose by one such price have together the most tokens that so many rows can bring (a Lagrange
-        multiplier); which price brings the most in a second depends on how long batches take, which grows by steps.
-        plain_rate: where none drafts. sessions: of a batch where some do; none: the seconds of one of so many without
-        draft tokens.
+        Each number of rows is dealt out so that it brings the most tokens: to those draft tokens first that are
+        accepted most often. Which number brings the most in a second depends on how long batches take, which grows by
+        steps. plain_rate: where none drafts. sessions: of a batch where some do; none: the seconds of one of so many
+        without draft tokens.
         """
         part = sessions / len(self._now)
-        hopes = [[*hope.items()] for hope in self._hopes.values()]
-        least, best, best_price = plain_rate * (1.0 if self._drafts else GROUP_HYSTERESIS), plain_rate, None
-        before = None
-        for price in PRICES:
-            won, draft_tokens, drafting = 0.0, 0, 0
-            for hope in hopes:
-                most, chosen, gain = 0.0, 0, 0.0
-                for length, tokens in hope:
-                    if tokens - 1 - price * length > most:
-                        most, chosen, gain = tokens - 1 - price * length, length, tokens - 1
-                won, draft_tokens, drafting = won + gain, draft_tokens + chosen, drafting + (chosen > 0)
-            if not drafting or (draft_tokens, drafting) == before:
+        wishes = self._wishes()
+        least, best, best_allotment = plain_rate * (1.0 if self._drafts else GROUP_HYSTERESIS), plain_rate, None
+        for limit, least_price in self._limits(wishes, part):
+            lengths, won, price = _dealt_out(wishes, limit)
+            if not lengths:
                 continue
-            before = draft_tokens, drafting
-            seconds = max(none, self._predicted(sessions, part * draft_tokens, part * drafting, hope=HOPE))
+            draft_tokens, drafting = part * sum(lengths.values()), part * len(lengths)
+            seconds = max(none, self._predicted(sessions, draft_tokens, drafting, hope=HOPE))
             rate = (sessions + part * won) / seconds
             if rate > max(least, best):
-                best, best_price = rate, price
-        return best, best_price
+                given = dict.fromkeys(self._hopes, 0) | lengths
+                # What just got them is to keep them.
+                price = max(price / LONGER_HYSTERESIS, least_price)
+                best, best_allotment = rate, _Allotment(given, limit + len(self._now), price)
+        return best, best_allotment
+
+    def _wishes(self) -> list[_Wish]:
+        """Return what each answer would verify beyond what it has, the most promising one first."""
+        wishes = []
+        for answer, hope in self._hopes.items():
+            now, (before, least) = self._now.get(answer, 0), (0, 1.0)
+            for length, tokens in sorted(hope.items()):
+                if not length:
+                    continue
+                hurdle = 1.0 if length <= now else LONGER_HYSTERESIS if now else AGAIN_HYSTERESIS
+                worth = (tokens - least) / (length - before) / hurdle
+                if worth > PRICES[-1]:
+                    wishes.append(_Wish(answer, length, length - before, tokens - least, worth))
+                before, least = length, tokens
+        # An answer's own ones stay in their order: the further a draft token lies, the less often it is accepted.
+        return sorted(wishes, key=lambda wish: -wish.worth)
+
+    def _limits(self, wishes: Sequence[_Wish], part: float) -> list[tuple[int, float]]:
+        """Return how many draft tokens all answers' steps together may be given, to look for the best number, each with
+        how many tokens one more must win at least.
+
+        part: which share of the answers has steps in a batch.
+        """
+        counts, answers = self._steps.row_counts, len(self._now)
+        if not counts:
+            limits: dict[int, float] = {}
+            for price in PRICES:
+                limits.setdefault(sum(wish.rows for wish in wishes if wish.worth > price), price)
+            return [*limits.items()]
+        # Where a few are missing now and then, most batches have all.
+        part = 1.0 if part > NEARLY_ALL else part
+        wished, most = sum(wish.rows for wish in wishes), counts[-1]
+        edges = [*counts, *range(2 * most, int(part * (answers + wished)) + most, most)]
+        return [(int(edge / part) - answers, PRICES[-1]) for edge in edges if edge / part > answers]
 
     def _predicted(self, sessions: float, draft_tokens: float, drafting: float, *, hope: float = 0.0) -> float:
         """Return the seconds of a batch. draft_tokens: of all its sessions. drafting: how many of these have some of

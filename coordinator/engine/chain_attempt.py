@@ -49,7 +49,7 @@ anew, so that no step waits for the coordinator."""
 MORE_STEPS = 15
 """The same where a draft's blocks may change and the workers, of a release before, cannot be told so meanwhile."""
 
-FEWEST_AMONG_OTHERS, STEADY_S = 3, 0.15
+FEWEST_AMONG_OTHERS, STEADY_S = 3, 0.05
 """Where other answers are decoded too a block that is too long is everybody's, and how long it should be follows from
 how many answers there are: it is changed no sooner than so many seconds after the last change. Workers that cannot be
 told take no more steps with draft tokens by themselves than take that long, but these few."""

@@ -344,7 +344,8 @@ class Speculation:
                 self._planned.extend([0] * PLAIN_PROBES)
             return
         worth = dict(zip(lengths, values, strict=True))
-        best = max(lengths, key=worth.__getitem__)
+        allotted = self.costs.allotted(id(self), expected)
+        best = max(lengths, key=worth.__getitem__) if allotted is None else allotted
         if not self.costs.shared and worth[best] <= worth[self._current] * HYSTERESIS:
             best = self._current
         if not self.costs.shared and worth[best] <= worth[0] * HYSTERESIS:
@@ -364,7 +365,7 @@ class Speculation:
         of them draft."""
         if 2 * self.costs.count <= self._rests_among:
             return True
-        return self.costs.shared and self.costs.pays_surely(self._expected_by_length)
+        return self.costs.shared and self.costs.pays_surely(id(self), self._expected_by_length)
 
     def _rest(self) -> None:
         """Decode plainly until the draft may be tried again: the text may become easier to predict."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from coordinator.engine.batch_costs import BatchCosts, BatchTaken, lengths_of
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of
 from coordinator.engine.speculation import Speculation
 
 BLOCK, TOKENS = 16, 128
@@ -79,13 +79,13 @@ def tokens_per_s(
     ("clients", "chances", "least"),
     [
         (4, (0.83,), 0.9),
-        (16, (0.83,), 0.85),
-        (64, (0.83,), 0.78),
-        (16, (0.6,), 0.85),
-        (16, (0.95,), 0.85),
-        (16, (0.2, 0.95), 0.95),
+        (16, (0.83,), 0.88),
+        (64, (0.83,), 0.88),
+        (16, (0.6,), 0.88),
+        (16, (0.95,), 0.9),
+        (16, (0.2, 0.95), 1.0),
         (16, (0.0,), 0.98),
-        (64, (0.0,), 0.98),
+        (64, (0.0,), 0.97),
     ],
 )
 def test_little_is_lost_to_the_best_common_length(clients: int, chances: Sequence[float], least: float) -> None:
@@ -93,3 +93,33 @@ def test_little_is_lost_to_the_best_common_length(clients: int, chances: Sequenc
     fixed = [tokens_per_s(clients, chances, length, BatchCosts(), 1) for length in lengths_of(BLOCK)]
     chosen = [tokens_per_s(clients, chances, None, BatchCosts(), seed) for seed in (1, 2)]
     assert sum(chosen) / len(chosen) >= least * max(fixed)
+
+
+def test_draft_tokens_fill_the_rows_that_steps_are_computed_with() -> None:
+    """Steps of 16 answers get all of 128 rows and not one more, the easy texts most of them; a later answer gets what
+    one has left that is gone, and those that do not come true are left out."""
+    costs, answers = BatchCosts(), [f"answer {number}" for number in range(16)]
+    costs.compute_with(ROW_COUNTS)
+    for answer in answers:
+        costs.join(answer)
+    for rows in (16, *ROW_COUNTS) * 8:
+        block_s = BLOCKS_MS[rows] / 1e3 if rows > 16 else 0.0
+        for answer in answers:
+            taken = BatchTaken(16, rows - 16, STEP_MS[rows] / 1e3, 16 if block_s else 0, block_s, rows // 16)
+            costs.observe(answer, 7 if block_s else 0, taken)
+    chances = {answer: 0.95 if number < 4 else 0.7 for number, answer in enumerate(answers)}
+    hopes = {
+        answer: {length: expected_tokens([chance] * 15, length) for length in lengths_of(BLOCK)}
+        for answer, chance in chances.items()
+    }
+    for answer, hope in hopes.items():
+        costs.hope(answer, hope)
+    given = {answer: costs.allotted(answer, hope) for answer, hope in hopes.items()}
+    lengths = [given[answer] or 0 for answer in answers]
+    assert lengths[:4] == [15] * 4
+    assert max(lengths[4:]) <= 7
+    assert 120 < 16 + sum(lengths) <= 128
+    costs.leave("answer 0")
+    costs.join("later")
+    assert costs.allotted("later", hopes["answer 1"]) == 15
+    assert costs.allotted("answer 1", dict.fromkeys(lengths_of(BLOCK), 1.0)) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -378,8 +379,11 @@ def test_a_cpus_pool_may_use_a_share_of_what_is_free() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="it is about a GPU's memory")
 def test_memory_that_was_left_is_there_for_weights_and_then_for_pages() -> None:
-    """What is loaded between leaving and taking costs the pages no more than its own size."""
-    pool, gpu, loaded = PagePool(), device(), 1 << 30
+    """What is loaded between leaving and taking costs the pages no more than its own size.
+
+    The device has a limit, so that memory which other processes take meanwhile does not count.
+    """
+    pool, gpu, loaded = PagePool(), replace(device(), limit_bytes=4 << 30), 1 << 30
     pool.take_share(0.5, gpu)
     before = pool.size_bytes
     pool.leave()
