@@ -7,6 +7,8 @@ GENERATE := -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --g
 
 # Of all packages the versions that the tests passed with, so that a new release of one breaks nothing here.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint tests/versions.txt --editable
+# A reference for tests that asks for an older transformers, and for audio and vision that its drafts have no use for.
+REFERENCES := $(BIN)/python -m pip install --quiet --no-deps speculators hs-connectors
 
 .PHONY: demo serve test lint docs proto versions bench clean
 
@@ -53,6 +55,7 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml tests/versions.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) '.[worker,test]'
+	$(REFERENCES) --constraint tests/versions.txt
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
@@ -69,6 +72,7 @@ versions: $(VENV)/.lint
 	$(BIN)/python -m pip freeze | grep '^torch==' > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --constraint $(VENV)/torch.txt \
 		--editable '.[worker,test,lint]'
+	$(REFERENCES) --upgrade
 	$(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(torch|triton)==' > tests/versions.txt
 
 bench: $(VENV)/.run
