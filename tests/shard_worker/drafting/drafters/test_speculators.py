@@ -20,8 +20,8 @@ from tests.shard_worker.tiny import Tiny, load_draft
 BLOCK, KNOWN, HIDDEN = 8, 17, 64
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = {"layer_types": [SLIDING, FULL], "sliding_window": 48, "use_sliding_window": True}
-"""No window ends here. The package's one begins so many tokens before the block, as drafts are trained by it; here, as in
-z-lab's code, it begins so many tokens before each row."""
+"""No window ends here: the package's one begins so many tokens before the block, as drafts are trained by it; ours, as
+in z-lab's code, so many tokens before each row."""
 DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
 DSPARK = {"markov_rank": 8, "enable_confidence_head": False}
 REDUCED = range(1, 256, 3)
