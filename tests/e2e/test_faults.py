@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -148,9 +149,19 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
+VICTIMS = ("parent", "stage 0", "stage 1")
+SELDOM = {("parent", "load"), ("stage 0", "start"), ("stage 0", "load"), ("stage 1", "work")}
+"""What differs little from the others."""
+
+
 @pytest.mark.usefixtures("own_processes")
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("victim", ["parent", "stage 0", "stage 1"])
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        pytest.param(victim, moment, marks=pytest.mark.slow if (victim, moment) in SELDOM else ())
+        for victim, moment in product(VICTIMS, MOMENTS)
+    ],
+)
 def test_kill_9_leaves_nothing_behind(
     pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, moment: str
 ) -> None:
@@ -236,9 +247,10 @@ def test_lost_draft_worker_leaves_plain_decode(pairs: dict[str, Pair], start_wor
 @pytest.mark.parametrize(
     ("number", "after_s"),
     [
-        *((signal.SIGINT, after_s) for after_s in (0.1, 0.8, 1.6, 2.4, 4.0)),
+        *((signal.SIGINT, after_s) for after_s in (0.1, 1.6, 4.0)),
         (signal.SIGTERM, 0.8),
-        (signal.SIGTERM, 4.0),
+        *(pytest.param(signal.SIGINT, after_s, marks=pytest.mark.slow) for after_s in (0.8, 2.4)),
+        pytest.param(signal.SIGTERM, 4.0, marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_at_any_moment(pairs: dict[str, Pair], after_s: float, number: int) -> None:

@@ -81,11 +81,11 @@ def tokens_per_s(
         (4, (0.83,), 0.9),
         (16, (0.83,), 0.88),
         (64, (0.83,), 0.88),
-        (16, (0.6,), 0.88),
-        (16, (0.95,), 0.9),
+        pytest.param(16, (0.6,), 0.88, marks=pytest.mark.slow),
+        pytest.param(16, (0.95,), 0.9, marks=pytest.mark.slow),
         (16, (0.2, 0.95), 1.0),
         (16, (0.0,), 0.98),
-        (64, (0.0,), 0.97),
+        pytest.param(64, (0.0,), 0.97, marks=pytest.mark.slow),
     ],
 )
 def test_little_is_lost_to_the_best_common_length(clients: int, chances: Sequence[float], least: float) -> None:

@@ -69,10 +69,10 @@ def expected(pair: tuple[Path, Path]) -> dict[tuple[int, ...], distribution.Arra
 @pytest.mark.parametrize(
     ("cuts", "drafted", "setting"),
     [
-        ((), False, "temperature"),
         ((), True, "all"),
         ((1,), False, "all"),
         ((1,), True, "temperature"),
+        pytest.param((), False, "temperature", marks=pytest.mark.slow),
         pytest.param((), False, "all", marks=pytest.mark.slow),
         pytest.param((), True, "temperature", marks=pytest.mark.slow),
         pytest.param((1,), False, "temperature", marks=pytest.mark.slow),

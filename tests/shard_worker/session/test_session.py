@@ -260,8 +260,14 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["qwen3-sliding", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        *(("qwen3_5", sampling) for sampling in SAMPLINGS),
+        ("qwen3-sliding", SAMPLINGS[2]),
+        *(pytest.param("qwen3-sliding", SAMPLINGS[place], marks=pytest.mark.slow) for place in (0, 1, 3)),
+    ],
+)
 async def test_a_seed_gives_one_answer_however_it_is_run(
     make_chain: MakeChain, name: str, sampling: SamplingParams
 ) -> None:
