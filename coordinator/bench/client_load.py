@@ -190,7 +190,7 @@ class Clients:
         started = time.monotonic()
         async with asyncio.TaskGroup() as group:
             long = group.create_task(answer_long())
-            await ask(lambda number: number < requests or not long.done(), answer)
+            await ask(lambda number: number < requests or (long_prompts > 0 and not long.done()), answer)
         measured = long.result() if long_prompts else (started, time.monotonic())
         elapsed_s = max(one.pieces[-1][0] for one in answers) - started
         return Load(answers, elapsed_s, [gap for one in answers for gap in one.gaps_s(*measured)])
