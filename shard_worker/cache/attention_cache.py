@@ -67,6 +67,11 @@ class AttentionCache:
             self._add(self._pool.lazy_page(self._shape, self.dtype) if self._is_lazy else self._new_page())
 
     @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self._like.device
+
+    @property
     def pages(self) -> list[torch.Tensor]:
         """The memory of the pages that there are."""
         return [page.tensor for page in self._pages if page is not None]
@@ -204,8 +209,9 @@ class AttentionCache:
             copy.tensor[:, :, :, :rows].copy_(memory[:, :, :, :rows], non_blocking=True)
         return copy
 
-    def _before_writing(self, first: int, count: int) -> None:
-        """Take what is missing to write `count` positions from `first` on, and copy pages that others read there."""
+    def prepare_rows(self, first: int, count: int) -> None:
+        """Take what is missing to write `count` positions from `first` on, and copy pages that others read there.
+        Errors as in `reserve`."""
         self.reserve(first + count)
         if first >= self._own_from:
             return
@@ -225,7 +231,7 @@ class AttentionCache:
         looks back so far.
         """
         count, before = rows.shape[2], len(self._pages)
-        self._before_writing(first, count)
+        self.prepare_rows(first, count)
         for index in range(before, len(self._pages)):
             _clear(self._page(index))
         for page, start, done, size in self._pieces(first, count):
@@ -248,7 +254,7 @@ class AttentionCache:
         if self.dtype is FLOAT8:
             keys, values = narrowed(keys), narrowed(values)
         count = len(keys)
-        self._before_writing(first, count)
+        self.prepare_rows(first, count)
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         for page, start, done, size in self._pieces(first, count):
             for held, given in zip(page[layer].narrow(2, start, size).unbind(), (keys, values), strict=True):

@@ -33,6 +33,9 @@ _KERNEL_CAPABILITY = (8, 0)
 _FLOAT8_CAPABILITY = (8, 9)
 """From this compute capability on NVIDIA's GPUs convert float8_e4m3fn (Ada, Hopper and later)."""
 
+_WIDEST_FLASH_HEADS = 256
+"""Numbers of the widest heads that flash attention takes."""
+
 _CDNA, _RDNA = ("gfx908", "gfx90a", "gfx942", "gfx950"), ("gfx11", "gfx12")
 """Beginnings of the names of AMD's architectures that Triton compiles matrix instructions for."""
 
@@ -194,6 +197,15 @@ def float8_lack(device: Device, *, kernels: bool) -> str | None:
     if target is None or not (kernels or build_vendor() == "hip"):
         return None
     return target.float8_lack
+
+
+def has_flash_attention(device: Device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch has flash attention there for numbers of this type and heads of so many, with windows and
+    the log-sum-exp of each query's scores: on NVIDIA's GPUs; AMD's builds of it differ in what they take."""
+    target = kernel_target(device.torch_device)
+    if target is None or target.lack is not None or build_vendor() != "cuda":
+        return False
+    return dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= _WIDEST_FLASH_HEADS
 
 
 def product_precision(like: torch.Tensor) -> str:

@@ -10,11 +10,12 @@ import torch
 
 from services.model.config import AttentionShape, LinearAttentionConfig
 from services.model.rope import Rope
+from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cache.recurrent_cache import RecurrentCache
-from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.model.layer_weights import ExpertsWeights, LinearAttentionWeights
+from shard_worker.cache.segment_caches import KeyKind, SegmentCaches
+from shard_worker.model.layer_weights import AttentionWeights, ExpertsWeights, LinearAttentionWeights
 from shard_worker.ops.activation import geglu, swiglu
-from shard_worker.ops.attention import Causal, first_seen, grouped_mask, visibility
+from shard_worker.ops.attention import Causal, attend_with_sinks, first_seen, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, rope_table
 
@@ -28,9 +29,27 @@ It advances the state, leaves the convolution's inputs to the caller, and return
 """
 
 
-RoutedExperts = Callable[[ExpertsWeights, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""What routed experts make of rows [n, hidden], [n, hidden], given the weights of a mixture whose matrices stand
-together, and each row's shares and its experts' numbers, [n, k] both."""
+Mixture = Callable[[ExpertsWeights, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""What a mixture makes of rows [n, hidden], [n, hidden], given its weights, whose matrices stand together, the rows,
+what the router takes of them, and what the shared expert makes of them, None without one, [n, hidden] all three."""
+
+SessionPages = Callable[[AttentionCache, int, int], torch.Tensor]
+"""Returns the numbers by which kernels find the pages of a session's cache, on its device, given the position of the
+first of its rows in a step and how many these are. What is missing for them is taken: errors as in
+`AttentionCache.reserve`."""
+
+SinkAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
+"""Causal attention with sinks, [n, heads * head_dim], given queries, keys, values, sinks and the window."""
+
+FinishedHeads = Callable[
+    [AttentionWeights, torch.Tensor, tuple[torch.Tensor, torch.Tensor], AttentionCache, torch.Tensor, int, float],
+    torch.Tensor,
+]
+"""What becomes of the projections [n, heads, head_dim] of a session's rows on their way into attention, given the
+weights, the projections, the rotary table, the session's cache with what `SessionPages` returned for it, the layer's
+slot in it, and the norms' epsilon.
+
+Stores keys and values, and returns queries, and behind them gates where attention is gated, [n, heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +67,14 @@ class RowOperations:
     """As `ops.activation.geglu`."""
     recurrent_prefill: RecurrentPrefill | None = None
     """None where recurrent layers take their rows one operator after the other."""
-    routed_experts: RoutedExperts | None = None
+    mixture: Mixture | None = None
     """None where rows go through experts one expert after the other."""
+    session_pages: SessionPages | None = None
+    """None where heads are finished one operator after the other."""
+    finished_heads: FinishedHeads | None = None
+    """There where `session_pages` is."""
+    attend_with_sinks: SinkAttention = attend_with_sinks
+    """As `ops.attention.attend_with_sinks`, of rows that need not come out as they would alone."""
 
 
 PLAIN = RowOperations()
@@ -96,6 +121,8 @@ class Rows:
     batch_invariant_rows: int | None = None
     """How many rows every product multiplies, so that a row comes out the same in steps of different numbers of rows;
     None where it need not."""
+    pages: Mapping[KeyKind, torch.Tensor] = field(default_factory=dict)
+    """What `SessionPages` returns for the only session's caches, where `finished_heads` is to serve; else empty."""
 
     @property
     def _device(self) -> torch.device:
@@ -177,7 +204,13 @@ def make_rows(
         replace(one, masks={shape: _mask(shape, like, own) for shape in shapes})
         for one, own in zip(sessions, positions, strict=True)
     ]
-    return Rows(rows, ropes, operations)
+    pages: dict[KeyKind, torch.Tensor] = {}
+    if operations.session_pages is not None and len(rows) == 1:
+        [only] = rows
+        for cache in only.caches.attentions:
+            kind = KeyKind(cache.kv_heads, cache.head_dim, cache.window)
+            pages[kind] = operations.session_pages(cache, only.base, only.count)
+    return Rows(rows, ropes, operations, pages=pages)
 
 
 def rope_of_rows(

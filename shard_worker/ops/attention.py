@@ -142,3 +142,29 @@ def attend_with_sinks(
         out = torch.bmm(weights, values[:, begin:end].float()).div_(total)
         mixed.append(out.view(heads, len(own), head_dim).transpose(0, 1).reshape(len(own), -1).to(queries.dtype))
     return torch.cat(mixed)
+
+
+def flash_with_sinks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Do what `attend_with_sinks` does by flash attention (arXiv 2307.08691), where a GPU has it for elements of 16
+    bits. The log-sum-exp of a query's scores says which share of all weights they have beside the sink."""
+    rows, heads, head_dim = queries.shape
+    # [batch, rows, heads, head_dim]
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        queries[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        None,
+        None,
+        rows,
+        keys.shape[1],
+        0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=head_dim**-0.5,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )
+    shares = torch.sigmoid(log_sums[0].T - sinks)
+    return (out[0] * shares[:, :, None]).to(queries.dtype).flatten(1)

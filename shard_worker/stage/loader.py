@@ -28,7 +28,7 @@ from services.model.target_tensors import (
 )
 from services.sizes import format_size
 from shard_worker.cache.page_pool import PagePool
-from shard_worker.device.devices import HOST, Device, check_room, free_bytes
+from shard_worker.device.devices import HOST, Device, check_room, free_bytes, has_flash_attention
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
@@ -38,6 +38,7 @@ from shard_worker.model.layers import decoder
 from shard_worker.model.per_layer import PerLayerInputs
 from shard_worker.model.rows import PLAIN, RowOperations
 from shard_worker.model.synthetic_acceptance import read_synthetic_acceptance
+from shard_worker.ops.attention import attend_with_sinks, flash_with_sinks
 from shard_worker.ops.rope import Rotation
 from shard_worker.stage.batch_runner import BatchRunner
 from shard_worker.stage.segment import Segment
@@ -339,7 +340,7 @@ class StageLoader:
             rotations=Rotation.of_all(self.config.ropes, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
-            operations=row_operations(device, self.config, weights),
+            operations=row_operations(device, self.config, weights, self.dtype),
             kv_dtype=self._kv_dtype,
         )
 
@@ -489,16 +490,27 @@ class _Threads:
         return done
 
 
-def row_operations(device: Device, config: ModelConfig, layers: Sequence[DecoderWeights]) -> RowOperations:
-    """Return what suits a device and the layers that it has: kernels where they run, plain torch elsewhere."""
+def row_operations(
+    device: Device, config: ModelConfig, layers: Sequence[DecoderWeights], dtype: torch.dtype
+) -> RowOperations:
+    """Return what suits a device, the layers that it has and the type that is computed in: kernels where they run,
+    plain torch elsewhere."""
     if not can_run_model(device, config):
         return PLAIN
     # Only where kernels can run is Triton installed.
-    from shard_worker.model.kernels import delta_prefill, elementwise, expert_prefill
+    from shard_worker.model.kernels import delta_prefill, elementwise, expert_prefill, heads
 
-    prefill = delta_prefill.run_layer if can_prefill(device, config) else None
-    experts = expert_prefill.run if can_prefill_experts(device, layers) else None
-    return RowOperations(elementwise.rms_norm, elementwise.swiglu, elementwise.geglu, prefill, experts)
+    widest = max((shape.head_dim for shape in config.attention_shapes.values()), default=0)
+    return RowOperations(
+        rms_norm=elementwise.rms_norm,
+        swiglu=elementwise.swiglu,
+        geglu=elementwise.geglu,
+        recurrent_prefill=delta_prefill.run_layer if can_prefill(device, config) else None,
+        mixture=expert_prefill.run if can_prefill_experts(device, layers) else None,
+        session_pages=heads.session_pages,
+        finished_heads=heads.finish_rows,
+        attend_with_sinks=flash_with_sinks if has_flash_attention(device, dtype, widest) else attend_with_sinks,
+    )
 
 
 def _is_on(matrix: RowLookup, device: Device) -> bool:

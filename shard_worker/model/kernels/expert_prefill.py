@@ -1,4 +1,4 @@
-"""Many rows through the routed experts of a mixture: what `layers.experts` does between its router and its end.
+"""Many rows through a mixture of experts: what `layers.experts` does around its shared expert.
 
 Plain torch takes the experts one by one, some six small launches each, and waits for the router's counts before: a GPU
 stands still most of the time. Here rows are sorted by expert on the device, in tiles as high as matrix units are fast
@@ -16,8 +16,8 @@ from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget
 from shard_worker.model.kernels import matmul
 from shard_worker.model.kernels.codes import Form
-from shard_worker.model.kernels.experts import Mixed, Routed, forms_of, multiply
-from shard_worker.model.kernels.matmul import Config
+from shard_worker.model.kernels.experts import Mixed, forms_of, multiply, route
+from shard_worker.model.kernels.matmul import Config, Normed
 from shard_worker.model.layer_weights import ExpertsWeights
 
 _PACKED_ROWS = 64
@@ -28,11 +28,13 @@ _USUAL_ROWS, _FEW = 1024, 96
 empty than higher ones would."""
 
 
-def run(weights: ExpertsWeights, x: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what the routed experts make of rows x [n, hidden], [n, hidden] in their element type.
+def run(
+    weights: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what a mixture makes of rows x [n, hidden], [n, hidden] in their element type.
 
-    shares: [n, k], of each of the experts `chosen`, int64 [n, k], that a row goes through; what they make is added in
-    this order.
+    routed: what the router takes of the rows, [n, hidden]. shared: what the shared expert makes of them, [n, hidden],
+    which is added times the row's share of it; None without one.
     """
     together = weights.together
     assert together is not None
@@ -47,40 +49,12 @@ def run(weights: ExpertsWeights, x: torch.Tensor, shares: torch.Tensor, chosen: 
         )
     ]
     height = min(cut.height for cut in cuts)
-    order, tiles = sort(chosen, experts, height)
-    routed = Routed(shares.reshape(-1).float(), None, order, tiles, alone=False, mixed=False)
+    # Their norm has been applied.
+    factors = torch.ones(rows, dtype=torch.float32, device=x.device)
+    _, placed = route(weights, Normed(x, factors[:, None], 0.0, factors), routed, height)
     out = torch.empty_like(x)
-    no_norm = torch.ones(rows, dtype=torch.float32, device=x.device)
-    multiply(weights, x, None, no_norm, routed, [cut._replace(height=height) for cut in cuts], Mixed(out))
+    multiply(weights, x, None, factors, placed, [cut._replace(height=height) for cut in cuts], Mixed(out, shared))
     return out
-
-
-def sort(chosen: torch.Tensor, experts: int, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `Routed` calls order and tiles, for the experts [n, k] of n rows. Nothing is awaited on the host.
-
-    An expert's rows keep their order. There are as many tiles as there may be; those that are not needed have none.
-    """
-    device, pairs = chosen.device, chosen.numel()
-    experts_of, order = chosen.reshape(-1).sort(stable=True)
-    bounds = torch.searchsorted(experts_of, torch.arange(experts + 1, device=device))
-    counts = bounds.diff()
-    each = (counts + height - 1) // height
-    ends = each.cumsum(0)
-    slots = torch.arange(pairs // height + min(experts, pairs), device=device)
-    own = torch.searchsorted(ends, slots, right=True)
-    there = own < experts
-    own = own.clamp(max=experts - 1)
-    behind = (slots - ends[own] + each[own]) * height
-    tiles = torch.stack(
-        [
-            torch.where(there, own, -1),
-            bounds[own] + behind,
-            (counts[own] - behind).clamp(max=height),
-            torch.zeros_like(slots),
-        ],
-        dim=1,
-    )
-    return order.int(), tiles.int()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -48,8 +48,11 @@ _CHOSEN_TOGETHER = 4
 _SCORED = 64
 """Experts that a program scores, and half as many columns of the rows as it does so over."""
 
-_PLACED = 64
-"""Pairs of a row and an expert whose places a program looks up."""
+_CHUNK = 32
+"""Pairs of a row and an expert that others are compared with at a time, where there is a single tile of rows."""
+
+_PLACED, _COUNTS = 128, 4096
+"""Pairs whose places a program looks up where there are more, and the counts of others that it adds up at a time."""
 
 _TURN_BYTES = 128
 """Bytes of a row's codes that a program of a packed product reads in a turn, where the widest tiles divide it."""
@@ -62,14 +65,11 @@ _WIDTH_MULTIPLE = 32
 
 
 @triton.jit
-def _place(
-    chosen, order, tiles, ps, pairs,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEIGHT: tl.constexpr, ONE_TILE: tl.constexpr,
-):  # fmt: skip
-    """Store where pairs ps [BLOCK] stand among all, sorted by expert, and the tiles that begin with one of them.
+def _place(chosen, order, tiles, ps, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Store where pairs ps [BLOCK], which are all, stand sorted by expert, and a tile for each expert that has some.
 
-    chosen: the expert of each pair. order: the pair at each place. tiles: [n, 4], each one's expert, -1 for none, its
-    first place and its rows. ONE_TILE: no expert has more than one tile; each begins at the place of its number.
+    chosen: the expert of each pair. order: the pair at each place. tiles: [BLOCK, 4], as of `Routed`: each begins at
+    the place of its number.
     """
     own = tl.load(chosen + ps, mask=ps < pairs, other=1 << 20, cache_modifier=".cg")
     first, rank, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -82,16 +82,10 @@ def _place(
         count += tl.sum(same.to(tl.int32), 1)
     inside = ps < pairs
     tl.store(order + first + rank, ps, mask=inside)
-    begins = rank % HEIGHT == 0
-    if ONE_TILE:
-        at = tiles + (first + rank) * 4
-        tl.store(at, tl.where(begins, own, -1), mask=inside)
-    else:
-        # Of an expert's run of tiles the first one is behind those of the experts before it, however they are filled.
-        at = tiles + (first // HEIGHT + own + rank // HEIGHT) * 4
-        tl.store(at, own, mask=inside & begins)
-    tl.store(at + 1, first + rank, mask=inside & begins)
-    tl.store(at + 2, tl.minimum(count - rank, HEIGHT), mask=inside & begins)
+    at = tiles + (first + rank) * 4
+    tl.store(at, tl.where(rank == 0, own, -1), mask=inside)
+    tl.store(at + 1, first, mask=inside & (rank == 0))
+    tl.store(at + 2, count, mask=inside & (rank == 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -144,7 +138,7 @@ def _route(
             # What other threads chose is read.
             tl.debug_barrier()
             if rows > 1:
-                _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK, HEIGHT, True)
+                _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK)
 
 
 @triton.jit
@@ -223,10 +217,46 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort(chosen, order, tiles, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEIGHT: tl.constexpr):
-    _place(
-        chosen, order, tiles, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), pairs, BLOCK, CHUNK, HEIGHT, False
-    )  # fmt: skip
+def _count(chosen, counts, pairs, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Count how many of BLOCK pairs go to each expert. counts: int32 [blocks, BINS]."""
+    block = tl.program_id(0)
+    ps = block * BLOCK + tl.arange(0, BLOCK)
+    inside = ps < pairs
+    found = tl.histogram(tl.load(chosen + ps, mask=inside, other=0), BINS, mask=inside)
+    tl.store(counts + block * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort(
+    chosen, counts, order, tiles, pairs,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Store where BLOCK pairs stand among all, sorted by expert, and the tiles that begin with one of them.
+
+    counts: as `_count` leaves them. BLOCKS: whose counts are added up at a time. order, tiles: as of `Routed`; there
+    are as many tiles as there may be, which have the expert -1 before.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    es, bs, ps = tl.arange(0, BINS), tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for start in range(0, blocks, BLOCKS):
+        others = (start + bs)[:, None]
+        some = tl.load(counts + others * BINS + es[None, :], mask=others < blocks, other=0)
+        total += tl.sum(some, 0)
+        before += tl.sum(tl.where(others < block, some, 0), 0)
+    places = block * BLOCK + ps
+    inside = places < pairs
+    own = tl.load(chosen + places, mask=inside, other=0)
+    same = own[:, None] == tl.load(chosen + places, mask=inside, other=BINS)[None, :]
+    rank = tl.gather(before, own, 0) + tl.sum((same & (ps[None, :] < ps[:, None])).to(tl.int32), 1)
+    first, count = tl.gather(tl.cumsum(total, 0) - total, own, 0), tl.gather(total, own, 0)
+    tl.store(order + first + rank, places, mask=inside)
+    begins = inside & (rank % HEIGHT == 0)
+    # Of an expert's run of tiles the first one is behind those of the experts before it, however they are filled.
+    at = tiles + (first // HEIGHT + own + rank // HEIGHT) * 4
+    tl.store(at, own, mask=begins)
+    tl.store(at + 1, first + rank, mask=begins)
+    tl.store(at + 2, tl.minimum(count - rank, HEIGHT), mask=begins)
 
 
 @triton.jit
@@ -432,9 +462,7 @@ def run(
     experts, chosen_count = weights.router.rows, weights.chosen
     size = together.down.columns
     target, item = devices.kernel_target(device), x.dtype.itemsize
-    pairs = rows * chosen_count
     height = tile_height(rows, chosen_count, experts, item, target)
-    one_tile = rows <= _ROWS
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -445,39 +473,7 @@ def run(
             normed, weights.shared.gate_up, paired=True, gelu=together.gelu, then=weights.shared.down
         )
         shared, _ = linear(inner if summed is None else summed, weights.shared.down)
-    chosen, order = empty(pairs, dtype=torch.int32), empty(pairs, dtype=torch.int32)
-    shares, taken = empty(pairs), empty(rows)
-    slots = pairs if one_tile else pairs // height + experts
-    tiles = (
-        empty(slots, 4, dtype=torch.int32) if one_tile else torch.full((slots, 4), -1, dtype=torch.int32, device=device)
-    )
-    scores = together.scores
-    padded = max(_SCORED, triton.next_power_of_2(len(scores)))
-    part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
-    parts = triton.cdiv(hidden, part)
-    # RDNA multiplies float32 number by number, each thread with a tile of its own in registers.
-    scored_at_once = 16 if matmul.few_registers(target) else part
-    row_tiles = triton.cdiv(rows, _ROWS)
-    factors = empty(rows) if normed.factors is None else normed.factors
-    sigmoid = weights.sigmoid
-    _route[(triton.cdiv(len(scores), _SCORED), parts, row_tiles)](
-        x if routed is None else routed, scores, weights.router_bias, weights.choice_bias, weights.scales,
-        normed.squares, factors,
-        empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken, order, tiles, rows, hidden,
-        normed.eps,
-        EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
-        PADDED=triton.next_power_of_2(chosen_count), SCORED=_SCORED, PART=part, DEPTH=min(part, scored_at_once),
-        PARTS=parts, HEIGHT=_ROWS, TOGETHER=_CHOSEN_TOGETHER, SIGMOID=sigmoid is not None,
-        CAP=0.0 if sigmoid is None else sigmoid.cap or 0.0, SCALE=1.0 if sigmoid is None else sigmoid.scale,
-        NORMALISED=weights.normalised, GATED=weights.shared_gate is not None,
-        PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if one_tile else 0, CHUNK=_PLACED // 2,
-        NORMED=normed.squares.shape[1] if normed.factors is None else 0,
-        NORM_BLOCK=triton.next_power_of_2(normed.squares.shape[1]), PRECISION=product_precision(scores), num_warps=4,
-    )  # fmt: skip
-    if not one_tile:
-        _sort[(triton.cdiv(pairs, _PLACED),)](
-            chosen, order, tiles, pairs, BLOCK=_PLACED, CHUNK=2 * _PLACED, HEIGHT=height, num_warps=4
-        )
+    normed, placed = route(weights, normed, x if routed is None else routed, height)
 
     forms = forms_of(together)
     cuts = [
@@ -491,9 +487,63 @@ def run(
     following = None
     if norm is not None:
         following = Normed(torch.empty_like(out), empty(*sums_shape), eps, sums=next_sums)
-    placed = Routed(shares, taken, order, tiles, alone=rows <= height, mixed=one_tile)
-    multiply(weights, x, normed.sums, factors, placed, cuts, Mixed(out, shared, residual, norm, following))
+    assert normed.factors is not None
+    multiply(weights, x, normed.sums, normed.factors, placed, cuts, Mixed(out, shared, residual, norm, following))
     return out, None if following is None else with_factors(following)
+
+
+def route(weights: ExpertsWeights, normed: Normed, seen: torch.Tensor, height: int) -> tuple[Normed, Routed]:
+    """Choose the experts of rows, and sort the pairs of a row and an expert into tiles of up to so many. Return the
+    rows with their norm's factors too.
+
+    normed: the rows [n, hidden]. seen: what the router takes of them, which the same factors are due on.
+    """
+    together, experts, chosen_count = weights.together, weights.router.rows, weights.chosen
+    assert together is not None
+    (rows, hidden), device = seen.shape, seen.device
+    pairs, one_tile = rows * chosen_count, rows <= _ROWS
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    chosen, order = empty(pairs, dtype=torch.int32), empty(pairs, dtype=torch.int32)
+    shares, taken = empty(pairs), empty(rows)
+    slots = pairs if one_tile else pairs // height + experts
+    tiles = (
+        empty(slots, 4, dtype=torch.int32) if one_tile else torch.full((slots, 4), -1, dtype=torch.int32, device=device)
+    )
+    scores = together.scores
+    padded = max(_SCORED, triton.next_power_of_2(len(scores)))
+    part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
+    parts = triton.cdiv(hidden, part)
+    # RDNA multiplies float32 number by number, each thread with a tile of its own in registers.
+    scored_at_once = 16 if matmul.few_registers(devices.kernel_target(device)) else part
+    row_tiles = triton.cdiv(rows, _ROWS)
+    factors = empty(rows) if normed.factors is None else normed.factors
+    sigmoid = weights.sigmoid
+    _route[(triton.cdiv(len(scores), _SCORED), parts, row_tiles)](
+        seen, scores, weights.router_bias, weights.choice_bias, weights.scales, normed.squares, factors,
+        empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken, order, tiles, rows, hidden,
+        normed.eps,
+        EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
+        PADDED=triton.next_power_of_2(chosen_count), SCORED=_SCORED, PART=part, DEPTH=min(part, scored_at_once),
+        PARTS=parts, HEIGHT=_ROWS, TOGETHER=_CHOSEN_TOGETHER, SIGMOID=sigmoid is not None,
+        CAP=0.0 if sigmoid is None else sigmoid.cap or 0.0, SCALE=1.0 if sigmoid is None else sigmoid.scale,
+        NORMALISED=weights.normalised, GATED=weights.shared_gate is not None,
+        PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if one_tile else 0, CHUNK=_CHUNK,
+        NORMED=normed.squares.shape[1] if normed.factors is None else 0,
+        NORM_BLOCK=triton.next_power_of_2(normed.squares.shape[1]), PRECISION=product_precision(scores), num_warps=4,
+    )  # fmt: skip
+    if not one_tile:
+        blocks, bins = triton.cdiv(pairs, _PLACED), triton.next_power_of_2(experts)
+        counts = empty(blocks, bins, dtype=torch.int32)
+        _count[(blocks,)](chosen, counts, pairs, BLOCK=_PLACED, BINS=bins, num_warps=4)
+        _sort[(blocks,)](
+            chosen, counts, order, tiles, pairs, BLOCK=_PLACED, BINS=bins, BLOCKS=max(1, _COUNTS // bins),
+            HEIGHT=height, num_warps=4,
+        )  # fmt: skip
+    routed = Routed(shares, taken, order, tiles, alone=rows <= height, mixed=one_tile)
+    return replace(normed, factors=factors), routed
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
+from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS, Places
 from shard_worker.model.kernels.sums import row_sums
+from shard_worker.model.layer_weights import AttentionWeights
+from shard_worker.ops.float8 import FLOAT8
 
 WIDEST_TILE = 256
 """The widest heads that a product's tile is as wide as."""
+
+
+_ONE_WARP = 128
+"""Numbers of the widest heads that a warp finishes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +167,46 @@ def finish_apart(heads: Heads, projected: torch.Tensor, eps: float) -> torch.Ten
     out = torch.empty((rows, shape.stride), dtype=projected.dtype, device=projected.device)
     _finish_apart[(rows, width // shape.dim)](
         projected, out, heads.norms, heads.cos, heads.sin, places.lines, places.sessions, places.indices, heads.slot,
-        eps, rows, width, **constants(shape, places), num_warps=4,
+        eps, rows, width, **constants(shape, places), num_warps=1 if shape.dim <= _ONE_WARP else 4,
     )  # fmt: skip
     return out
+
+
+def session_pages(cache: AttentionCache, base: int, count: int) -> torch.Tensor:
+    """Return the numbers of a session whose only cache this is, for `count` rows from position `base` on: int64 [1,
+    FIRST_PAGE + pages] on its device. Errors as in `AttentionCache.reserve`."""
+    cache.prepare_rows(base, count)
+    numbers = torch.zeros((1, FIRST_PAGE.value + len(cache.addresses)), dtype=torch.int64)
+    numbers[0, BASE.value], numbers[0, ROWS.value] = base, count
+    numbers[0, FIRST_PAGE.value :] = torch.tensor(cache.addresses)
+    return numbers.to(cache.device)
+
+
+def finish_rows(
+    weights: AttentionWeights,
+    projected: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor],
+    cache: AttentionCache,
+    pages: torch.Tensor,
+    slot: int,
+    eps: float,
+) -> torch.Tensor:
+    """Finish the heads of a session's rows of a prompt, as `rows.FinishedHeads` says. pages: of `session_pages`."""
+    rows, _, dim = projected.shape
+    shape = HeadShape(
+        heads=weights.shape.heads,
+        kv_heads=weights.shape.kv_heads,
+        dim=dim,
+        rotary=weights.shape.rope.rotary_dim,
+        page=cache.page_rows,
+        gated=weights.gated,
+        float8=cache.dtype is FLOAT8,
+        value_norm=weights.value_norm is not None,
+        keys_as_values=weights.shape.keys_as_values,
+        shares=weights.shares,
+    )
+    heads = Heads(shape, weights.qk_norm, *table, Places(pages), slot)
+    return finish_apart(heads, projected.flatten(1), eps).view(rows, -1, dim)
 
 
 def constants(shape: HeadShape, places: Places) -> dict[str, int | bool]:

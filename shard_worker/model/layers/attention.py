@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from services.model.config import ModelConfig
+from shard_worker.cache.segment_caches import KeyKind
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows, SessionRows
 from shard_worker.ops.attention import attend, attend_each, attend_with_sinks, first_seen
@@ -61,27 +64,27 @@ def run(
 ) -> torch.Tensor:
     """Return what rows x [n, hidden] become, [n, hidden]. Their keys and values are written to the caches first."""
     shape, count = weights.shape, len(x)
-    heads, kv_heads = shape.heads, shape.kv_heads
+    heads = shape.heads
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, shape.head_dim)
-    qk, first_value = projected[:, : heads + kv_heads], heads if shape.keys_as_values else heads + kv_heads
-    values = projected[:, first_value : first_value + kv_heads]
-    if weights.value_norm is not None and not weights.shares:
-        values = rms_norm(values, weights.value_norm, config.norm_eps)
-    if weights.qk_norm is not None:
-        qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
-    qk = apply_rope(qk, rows.ropes[shape.rope])
+    finished, pages = rows.operations.finished_heads, rows.pages.get(KeyKind.of(shape))
+    if finished is not None and pages is not None:
+        [only] = rows.sessions
+        cache = only.caches.attention_of(shape)
+        own = finished(weights, projected, rows.ropes[shape.rope], cache, pages, slot, config.norm_eps)
+        queries, gates = own[:, :heads], own[:, heads:]
+    else:
+        queries, gates = _finish(config, weights, slot, projected, rows), projected[:, -heads:]
 
     def seen(session: SessionRows, own: slice) -> torch.Tensor:
         cache = session.caches.attention_of(shape)
-        if not weights.shares:
-            cache.store(slot, session.base, qk[own, heads:], values[own])
         keys_and_values = cache.span(slot, first_seen(session.base, shape.window), session.base + session.count)
+        alone = rows.batch_invariant_rows is not None
         if weights.sinks is not None:
-            alone = rows.batch_invariant_rows is not None
-            return attend_with_sinks(qk[own, :heads], *keys_and_values, weights.sinks, shape.window, alone=alone)
-        if rows.batch_invariant_rows is not None:
-            return attend_each(qk[own, :heads], *keys_and_values, shape.window)
-        return attend(qk[own, :heads], *keys_and_values, session.masks[shape])
+            attend_so = partial(attend_with_sinks, alone=True) if alone else rows.operations.attend_with_sinks
+            return attend_so(queries[own], *keys_and_values, weights.sinks, shape.window)
+        if alone:
+            return attend_each(queries[own], *keys_and_values, shape.window)
+        return attend(queries[own], *keys_and_values, session.masks[shape])
 
     mixed = rows.by_session(seen)
     if weights.head_gates is not None:
@@ -89,5 +92,25 @@ def run(
         opened = rows.each(F.softplus, gates).to(mixed.dtype).view(count, heads, -1)
         mixed = (mixed.view(count, heads, -1) * opened).flatten(1)
     if weights.gated:
-        mixed = mixed * rows.each(torch.sigmoid, projected[:, -heads:].reshape(count, -1))
+        mixed = mixed * rows.each(torch.sigmoid, gates.reshape(count, -1))
     return weights.out.matmul(mixed, weights.out_bias, rows.batch_invariant_rows)
+
+
+def _finish(
+    config: ModelConfig, weights: AttentionWeights, slot: int, projected: torch.Tensor, rows: Rows
+) -> torch.Tensor:
+    """Store the keys and values of projections [n, heads, head_dim], and return queries, [n, heads, head_dim]."""
+    shape = weights.shape
+    heads, kv_heads = shape.heads, shape.kv_heads
+    qk, first_value = projected[:, : heads + kv_heads], heads if shape.keys_as_values else heads + kv_heads
+    values = projected[:, first_value : first_value + kv_heads]
+    if weights.value_norm is not None and not weights.shares:
+        values = rms_norm(values, weights.value_norm, config.norm_eps)
+    if weights.qk_norm is not None:
+        qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
+    qk, first = apply_rope(qk, rows.ropes[shape.rope]), 0
+    for session in rows.sessions if not weights.shares else ():
+        own = slice(first, first + session.count)
+        session.caches.attention_of(shape).store(slot, session.base, qk[own, heads:], values[own])
+        first += session.count
+    return qk[:, :heads]

@@ -132,10 +132,14 @@ def run(
     rows, residual: as of `FeedForward.run`. routed: what the router sees of the rows, None for x.
     """
     fixed_rows = None if rows is None else rows.batch_invariant_rows
+    mixture = None if rows is None else rows.operations.mixture
+    seen = x if routed is None else routed
+    if mixture is not None and weights.together is not None:
+        return mixture(weights, x, seen, None if weights.shared is None else swiglu.run(weights.shared, x, rows))
     each: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = (
         _at_once if rows is None else rows.each
     )
-    scores = weights.router.matmul((x if routed is None else routed).float(), weights.router_bias, fixed_rows)
+    scores = weights.router.matmul(seen.float(), weights.router_bias, fixed_rows)
     shares, chosen = _chosen(weights, each, scores)
     if weights.normalised:
         shares = each(_normalised, shares)
@@ -144,11 +148,8 @@ def run(
     if weights.scales is not None:
         shares = shares * weights.scales[chosen]
     shares = shares.to(x.dtype)
-    at_once = None if rows is None else rows.operations.routed_experts
     if weights.in_host:
         mixed, shared = _with_host(weights, x, shares, chosen, rows)
-    elif at_once is not None and weights.together is not None:
-        mixed, shared = at_once(weights, x, shares, chosen), _shared(weights, x, rows)
     else:
         mixed = _sum(x, _parts(weights, 0, x, _sorted(shares, chosen, len(weights.experts)), rows))
         shared = _shared(weights, x, rows)

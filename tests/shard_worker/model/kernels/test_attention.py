@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from services.model.cached_tensors import PAGE_ROWS
 from shard_worker.cache.attention_cache import AttentionCache
+from shard_worker.device.devices import has_flash_attention
+from shard_worker.ops.attention import attend_with_sinks, flash_with_sinks
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu
@@ -87,3 +89,22 @@ def test_gates_of_heads(own: str) -> None:
     plain, gated = (attend(shape, queries, places_of(cache, 0, rows), 0, PAGE_ROWS, None, one) for one in (None, gates))
     expected = plain.view(rows, shape.heads, dim).double() * F.softplus(gates.double()).view(rows, shape.heads, -1)
     torch.testing.assert_close(gated, expected.flatten(1).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a GPU's own attention")
+@pytest.mark.parametrize("window", [None, 128])
+@torch.inference_mode()
+def test_sinks_by_flash_attention(window: int | None) -> None:
+    """Rows of a prompt behind others, with small and large sinks: as near to the sums in float32 as 16 bits are."""
+    if not has_flash_attention(device(), DTYPE, 64):
+        pytest.skip("there is none on this GPU")
+    on, generator = device().torch_device, torch.Generator().manual_seed(7)
+    queries, keys, values = (
+        torch.randn(extents, generator=generator).to(on, DTYPE)
+        for extents in ((300, 8, 64), (2, 500, 64), (2, 500, 64))
+    )
+    sinks = torch.linspace(-4, 12, 8, device=on)
+    exact = attend_with_sinks(queries.float(), keys.float(), values.float(), sinks, window)
+    found = flash_with_sinks(queries, keys, values, sinks, window)
+    assert found.dtype is DTYPE
+    assert (found.float() - exact).norm() < 1e-2 * exact.norm()

@@ -130,15 +130,20 @@ def made_by(own: MlpWeights, row: torch.Tensor) -> torch.Tensor:
 
 
 def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor, *, beside: bool) -> torch.Tensor:
-    """The residual x plus what the mixture makes of its norm, in float64, expert by expert for each row."""
+    """The residual x plus what the mixture makes of its norm, in float64."""
 
     # What kernels multiply by is rounded before the norm's factor is applied; a router of its own norm has it in its
     # weights, so that nothing is rounded that it sees.
     factors = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
     normed = (x.float() * norm).to(x.dtype).double() * factors
     routed = x.double() * norm.double() * factors if beside else normed
-    result = x.double().clone()
-    for row, one in enumerate(normed):
+    return x.double() + dense(weights, normed, routed)
+
+
+def dense(weights: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+    """What the mixture makes of rows x in float64, expert by expert for each row. routed: what the router sees."""
+    result = torch.zeros_like(x)
+    for row, one in enumerate(x):
         bias = None if weights.router_bias is None else weights.router_bias.double()
         scores = F.linear(routed[row], weights.router.tensor.double(), bias)
         shares = worth = scores.softmax(-1)
@@ -326,27 +331,23 @@ def test_of_equal_scores_the_first_expert_is_chosen() -> None:
 
 
 @torch.inference_mode()
-def check_many(weights: ExpertsWeights, x: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Rows of a prompt through routed experts alone: near the dense result, and in another order to the same bits."""
+def check_many(weights: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor | None = None) -> None:
+    """Rows of a prompt: near the dense result, and in another order to the same bits. routed: what the router sees,
+    None for the rows."""
     from shard_worker.model.kernels import expert_prefill
+    from shard_worker.model.kernels.matmul import arrivals
 
-    shares = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(5)).to(x)
-    found = expert_prefill.run(weights, x, shares, chosen)
-    exact = torch.zeros(x.shape, dtype=torch.float64, device=WHERE)
-    for row in range(len(x)):
-        for share, expert in zip(shares[row].double(), chosen[row].tolist(), strict=True):
-            exact[row] += share * made_by(weights.experts[expert], x[row].double())
+    routed = x if routed is None else routed
+    shared = weights.shared
+    beside = None if shared is None else torch.stack([made_by(shared, row.double()) for row in x]).to(x.dtype)
+    found = expert_prefill.run(weights, x, routed, beside)
+    exact = dense(weights, x.double(), routed.double())
     near = 1e-5 if x.dtype is torch.float32 else 1e-2
     assert (found.double() - exact).norm() < near * exact.norm()
+    assert not arrivals(WHERE).any()
     if ON_GPU:
-        turned = expert_prefill.run(weights, x.flip(0), shares.flip(0), chosen.flip(0))
+        turned = expert_prefill.run(weights, x.flip(0), routed.flip(0), None if beside is None else beside.flip(0))
         assert torch.equal(found, turned.flip(0))
-
-
-def some_experts(weights: ExpertsWeights, rows: int) -> torch.Tensor:
-    """Experts of each row, int64 [rows, chosen], none of them twice in a row."""
-    order = torch.rand(rows, len(weights.experts), generator=torch.Generator().manual_seed(rows)).argsort(1)
-    return order[:, : weights.chosen].to(WHERE)
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
@@ -354,7 +355,7 @@ def some_experts(weights: ExpertsWeights, rows: int) -> torch.Tensor:
 def test_rows_of_a_prompt(rows: int, dtype: torch.dtype) -> None:
     """One row, and more than tiles have."""
     weights = mixture(dtype=dtype)
-    check_many(weights, rows_of(weights, rows, dtype), some_experts(weights, rows))
+    check_many(weights, rows_of(weights, rows, dtype))
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "mxfp4"])
@@ -362,13 +363,18 @@ def test_rows_of_a_prompt_through_packed_experts(kind: str) -> None:
     weights = mixture(
         4, 2, 128, 64, packed=(kind, kind), clamped=ClampedSwiGlu(0.7, 1.702) if kind == "mxfp4" else None
     )
-    check_many(weights, rows_of(weights, 40) * PACKED_NORM, some_experts(weights, 40))
+    check_many(weights, rows_of(weights, 40) * PACKED_NORM)
 
 
 def test_rows_of_a_prompt_may_go_to_the_same_experts() -> None:
-    """So that others have none; experts have GELU in place of SiLU."""
+    """So that others have none; experts have GELU in place of SiLU, and a shared one stands beside."""
+    weights = mixture(shared=48)
+    assert weights.together is not None
+    weights.together.scores[:] = -weights.together.scores.abs()
+    weights.together.scores[4:] *= -1
+    check_many(weights, rows_of(weights, 70).abs())
     weights = beside_dense(mixture())
-    check_many(weights, rows_of(weights, 70), torch.tensor([[5, 2]], device=WHERE).expand(70, 2))
+    check_many(weights, rows_of(weights, 70), rows_of(weights, 70).flip(1))
 
 
 @torch.inference_mode()
@@ -380,7 +386,7 @@ def test_a_layer_takes_rows_of_a_prompt_at_once() -> None:
 
     weights = mixture(shared=48, dtype=torch.float32)
     x = rows_of(weights, 70, torch.float32)
-    at_once = Rows([], {}, RowOperations(routed_experts=expert_prefill.run))
+    at_once = Rows([], {}, RowOperations(mixture=expert_prefill.run))
     torch.testing.assert_close(experts.run(weights, x, at_once), experts.run(weights, x), rtol=1e-4, atol=1e-5)
     # Beside a dense part the router takes rows that have another norm.
     weights, routed = beside_dense(mixture(dtype=torch.float32)), x.flip(1)
@@ -394,7 +400,7 @@ def test_long_prompts_of_published_models(packed: tuple[str, str] | None) -> Non
     """Of 30B-A3B, for tiles of all heights."""
     weights = mixture(128, 8, 2048, 768, packed=packed)
     for rows in (600, 2048):
-        check_many(weights, rows_of(weights, rows), some_experts(weights, rows))
+        check_many(weights, rows_of(weights, rows) * (1 if packed is None else PACKED_NORM))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="number by number this takes minutes")

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from services.model.cached_tensors import PAGE_ROWS
+from services.model.config import AttentionShape
 from services.model.rope import Rope, YarnScaling
 from shard_worker.cache.attention_cache import AttentionCache
+from shard_worker.cache.segment_caches import SegmentCaches
+from shard_worker.device.devices import float8_lack
+from shard_worker.model.layer_weights import AttentionWeights
+from shard_worker.model.layers import attention
+from shard_worker.model.rows import PLAIN, RowOperations, SessionRows, make_rows
+from shard_worker.ops.float8 import FLOAT8
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, apply_rope, rope_table as plain_table
-from tests.shard_worker.model.kernels.machine import DTYPE, device, places_of
+from shard_worker.weights.weight import DenseWeight
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu
 
 HEADS, KV_HEADS, DIM, DEPTH, BASE, ROWS, EPS = 2, 1, 32, 48, 5, 3, 1e-6
+KEEPS_FLOAT8 = ON_GPU and float8_lack(device(), kernels=True) is None
+"""The interpreter rounds otherwise."""
 YARN = YarnScaling(4.0, 32, 32.0, 1.0, True, 1.25)
 
 
@@ -47,6 +60,57 @@ def test_heads_with_scaled_rope(normed: bool) -> None:
     torch.testing.assert_close(queries.view(ROWS, HEADS, DIM), qk[:, :HEADS], rtol=0, atol=2e-5)
     torch.testing.assert_close(keys, qk[:, HEADS:], rtol=0, atol=2e-5)
     torch.testing.assert_close(values, projected[:, HEADS + KV_HEADS :], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["usual", "gated", *(["float8"] if KEEPS_FLOAT8 else []), "keys as values", "values", "shares"]
+)
+@torch.inference_mode()
+def test_rows_of_a_prompt(kind: str) -> None:
+    """Over a page's end, as a layer of attention finishes them in plain torch: what it makes of them, and what is kept,
+    in pages that a prefix holds too."""
+    from shard_worker.model.kernels import heads
+
+    on, generator = device().torch_device, torch.Generator().manual_seed(5)
+    base, rows = PAGE_ROWS - 4, 9
+    both, alone = kind == "keys as values", kind == "shares"
+    kv_dtype = FLOAT8 if kind == "float8" else None
+    rope = Rope(DIM // 2, 1e4)
+    shape = AttentionShape(HEADS, KV_HEADS, DIM, rope, keys_as_values=both, value_norm=both or kind == "values")
+    parts = HEADS * (2 if kind == "gated" else 1) + (0 if alone else KV_HEADS if both else 2 * KV_HEADS)
+
+    def random(*extents: int) -> torch.Tensor:
+        return torch.randn(extents, generator=generator).to(on, DTYPE)
+
+    weights = AttentionWeights(
+        shape=shape,
+        qkv=DenseWeight(random(parts * DIM, DEPTH) / 7),
+        qkv_bias=None,
+        qk_norm=torch.rand(HEADS + (0 if alone else KV_HEADS), DIM, generator=generator).to(on) + 0.5,
+        out=DenseWeight(random(DEPTH, HEADS * DIM)),
+        out_bias=None,
+        gated=kind == "gated",
+        value_norm=torch.ones(DIM, device=on) if both or kind == "values" else None,
+        shares=alone,
+    )
+    config: Any = SimpleNamespace(norm_eps=EPS)
+    x, before = random(rows, DEPTH), random(2, KV_HEADS, base + (rows if alone else 0), DIM)
+    by_kernels = RowOperations(session_pages=heads.session_pages, finished_heads=heads.finish_rows)
+    made, kept = [], []
+    for operations in (PLAIN, by_kernels):
+        cache = AttentionCache(2, KV_HEADS, 2 * PAGE_ROWS, DIM, x, PAGE_ROWS, dtype=kv_dtype)
+        for which in (0, 1):
+            cache.write(slice(1, 2), which, 0, before[which][None].to(cache.dtype))
+        held = cache.keep(0, base)
+        session = SessionRows(base, rows, SegmentCaches(cache, None), False)
+        step = make_rows([shape], {rope: Rotation.of(rope, on)}, x, [session], operations=operations)
+        made.append(attention.run(config, weights, 1, x, step))
+        kept.append(torch.cat([cache.read(slice(1, 2), which, base, base + rows) for which in (0, 1)]).float())
+        del held
+
+    assert bool(step.pages)
+    torch.testing.assert_close(made[1], made[0], rtol=2e-2, atol=2e-2 if kv_dtype is None else 0.2)
+    torch.testing.assert_close(kept[1], kept[0], rtol=2e-2 if kv_dtype is None else 0.13, atol=4e-3)
 
 
 @pytest.mark.parametrize("kind", ["keys as values", "values", "shares"])
