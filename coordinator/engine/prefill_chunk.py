@@ -12,7 +12,11 @@ CPU_ROWS = 512
 
 GPU_ROWS, LEAST_ROWS = 1024, 128
 """On a GPU, steps of fewer rows wait for the host that launches them: 4096 tokens of the 8B shape take 188 ms in chunks
-of 512, 138 in chunks of 1024, 133 of 2048 (H200)."""
+of 512, 119 in chunks of 1024, 114 of 2048 (H200)."""
+
+MIXTURE_ROWS = 2048
+"""A mixture's layers are more launches, and a chunk reads the weights of all experts: 4096 tokens of the 30B-A3B shape
+take 175 ms in chunks of 1024, 100 of 2048, 96 of 4096 (H200)."""
 
 JOINING_ROWS = 64
 """Rows of a prompt that join a step of other answers' single rows: beside 64 of these they make it 0.7 ms longer on a
@@ -22,8 +26,9 @@ JOINING_ROWS_OF_BLOCKS = 256
 """The same where other answers verify draft tokens: they fill a step to some 128 rows, which take 5.9 ms by themselves
 and 8.9 with 128 more (8B shape, H200). A chunk of 1024 rows keeps them waiting for 39 ms."""
 
-BYTES_PER_ROW = 64
-"""Activation memory of a layer for each element of a hidden row; 30 to 50 were measured."""
+BYTES_PER_ROW, BYTES_PER_ROW_OF_EXPERTS = 64, 128
+"""Activation memory of a layer for each element of a hidden row; 30 to 50 were measured of dense ones. A mixture has a
+row of float32 for each of a row's experts as well."""
 
 SHARE = 0.05
 """The share of a GPU's memory that activations may take; a plan leaves as much free."""
@@ -34,10 +39,12 @@ def chunk_for(workers: Sequence[WorkerDescription]) -> int:
     devices = [device for worker in workers for device in worker.devices]
     if any(device.name == "cpu" for device in devices):
         return CPU_ROWS
-    hidden = max(worker.target.hidden_size for worker in workers if worker.target is not None)
+    targets = [worker.target for worker in workers if worker.target is not None]
+    hidden = max(target.hidden_size for target in targets)
     room = min(device.total_bytes for device in devices) * SHARE
-    rows = GPU_ROWS
-    while rows > LEAST_ROWS and rows * hidden * BYTES_PER_ROW > room:
+    mixture = any(target.is_mixture for target in targets)
+    rows, row_bytes = (MIXTURE_ROWS, BYTES_PER_ROW_OF_EXPERTS) if mixture else (GPU_ROWS, BYTES_PER_ROW)
+    while rows > LEAST_ROWS and rows * hidden * row_bytes > room:
         rows //= 2
     return rows
 

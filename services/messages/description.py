@@ -159,7 +159,8 @@ class TargetDescription:
     bound. host_experts: the share of the routed experts that a GPU leaves to the host's memory, as it was loaded.
     weight_bytes, host_weight_bytes: of weights on the stage's devices, and of those experts there. batch_row_counts:
     the numbers of rows, rising, with which steps of several sessions are computed, of which one of another number takes
-    as long as one of the next higher; empty where each has its own time.
+    as long as one of the next higher; empty where each has its own time. is_mixture: whether rows go through routed
+    experts of some layers.
     """
 
     fingerprint: str
@@ -183,6 +184,7 @@ class TargetDescription:
     host_experts: float = 0.0
     host_weight_bytes: int = 0
     batch_row_counts: tuple[int, ...] = ()
+    is_mixture: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 host_experts=target.host_experts,
                 host_weight_bytes=target.host_weight_bytes,
                 batch_row_counts=target.batch_row_counts,
+                mixture=target.is_mixture,
             )
         )
     if (draft := worker.draft) is not None:
@@ -478,6 +481,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         host_experts=message.host_experts,
         host_weight_bytes=message.host_weight_bytes,
         batch_row_counts=row_counts,
+        is_mixture=message.mixture,
     )
 
 

@@ -286,6 +286,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             host_experts=loaded.part.host_experts,
             host_weight_bytes=stage.host_weight_bytes,
             batch_row_counts=stage.batch_row_counts,
+            is_mixture=stage.is_mixture,
         )
 
     # --- opening a session

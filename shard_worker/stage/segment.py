@@ -26,8 +26,8 @@ from shard_worker.model.per_layer import PerLayerInputs
 from shard_worker.model.rows import PLAIN, RowOperations, SessionRows, make_rows
 from shard_worker.ops.rope import Rotation
 
-PROMPT_ROWS = 1024
-"""Rows of a prompt's step, before which layers with a window keep what they give back behind it."""
+PROMPT_ROWS = 2048
+"""The most rows of a prompt's step, before which layers with a window keep what they give back behind it."""
 
 _MOST_PAGES = 1 << 40
 """More than any session may have."""

@@ -22,6 +22,7 @@ from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import over_wire, rows_from_wire
 from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
+from shard_worker.model.layer_weights import ExpertsBesideWeights, ExpertsWeights
 from shard_worker.model.rows import PLAIN, SessionRows
 from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionTokens
 from shard_worker.stage.segment import Segment
@@ -245,6 +246,15 @@ class Stage:
     def is_recurrent(self) -> bool:
         """Whether any layer has a recurrent state."""
         return LayerKind.LINEAR in self.config.layer_kinds[self.layers.first : self.layers.last]
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether any layer has routed experts."""
+        return any(
+            isinstance(weights.mlp, ExpertsWeights | ExpertsBesideWeights)
+            for segment in self.segments
+            for weights in segment.weights
+        )
 
     def joins(self, rows: int, length: int, *, uncommitted: bool) -> bool:
         """Return whether so many rows of a session may be part of a step of several ones. That is the session's own

@@ -35,6 +35,19 @@ def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], ro
     assert chunk_for(workers) == rows
 
 
+def test_mixtures_take_more_rows_where_a_gpu_has_room() -> None:
+    """And no more than others where it has little, or where a CPU has layers too."""
+
+    def mixture(*devices: tuple[str, int]) -> WorkerDescription:
+        one = worker(2048, *devices)
+        assert one.target is not None
+        return replace(one, target=replace(one.target, is_mixture=True))
+
+    assert chunk_for([mixture(("cuda:0", 141 * GB))]) == 2048
+    assert chunk_for([mixture(("cuda:0", 8 * GB))]) == 1024
+    assert chunk_for([mixture(("cuda:0", 141 * GB)), mixture(("cpu", 64 * GB))]) == 512
+
+
 @pytest.mark.parametrize(
     ("engine", "tokens", "drafts", "rows"),
     [

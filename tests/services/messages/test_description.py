@@ -50,6 +50,7 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
         replace(WORKER, target=replace(WORKER.target, state_trimmable=False, is_recurrent=True)),
         replace(WORKER, target=replace(WORKER.target, kv_dtype="float8_e4m3fn")),
         replace(WORKER, target=replace(WORKER.target, batch_row_counts=(16, 64, 512))),
+        replace(WORKER, target=replace(WORKER.target, is_mixture=True)),
         replace(WORKER, target=replace(WORKER.target, quantization=Quantization(QuantizedTo.INT4, ends=True))),
         replace(WORKER, draft=replace(WORKER.draft, state_trimmable=False)),
         replace(WORKER, draft=replace(WORKER.draft, quantization=Quantization(QuantizedTo.FP8))),

@@ -78,7 +78,7 @@ class Quantization(_message.Message):
     def __init__(self, type: _Optional[_Union[QuantizationType, str]] = ..., ends: _Optional[bool] = ...) -> None: ...
 
 class TargetDescription(_message.Message):
-    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes", "state_cuttable", "step_engine", "kv_dtype", "quantization", "rope_scaling", "session_tokens", "host_experts", "host_weight_bytes", "recurrent", "batch_row_counts")
+    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes", "state_cuttable", "step_engine", "kv_dtype", "quantization", "rope_scaling", "session_tokens", "host_experts", "host_weight_bytes", "recurrent", "batch_row_counts", "mixture")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class TargetDescription(_message.Message):
     HOST_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECURRENT_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    MIXTURE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     family: str
     layers: LayerRange
@@ -121,7 +122,8 @@ class TargetDescription(_message.Message):
     host_weight_bytes: int
     recurrent: bool
     batch_row_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., session_tokens: _Optional[int] = ..., host_experts: _Optional[float] = ..., host_weight_bytes: _Optional[int] = ..., recurrent: _Optional[bool] = ..., batch_row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    mixture: bool
+    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., session_tokens: _Optional[int] = ..., host_experts: _Optional[float] = ..., host_weight_bytes: _Optional[int] = ..., recurrent: _Optional[bool] = ..., batch_row_counts: _Optional[_Iterable[int]] = ..., mixture: _Optional[bool] = ...) -> None: ...
 
 class DraftDescription(_message.Message):
     __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable", "step_engine", "quantization", "draft_vocab_size")
