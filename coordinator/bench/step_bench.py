@@ -20,6 +20,7 @@ from coordinator.bench.session_driver import CHUNK, SessionDriver
 from coordinator.cli.option_groups import Flag
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.chain_attempt import MORE_STEPS
+from coordinator.engine.prefill_chunk import chunk_for
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
 from services.messages.steps import StepKind
@@ -69,7 +70,12 @@ class StepSizes:
     ] = 16
     context: Annotated[int, Flag("Tokens before the steps.", type=click.IntRange(1))] = 1024
     prefill_tokens: Annotated[int, Flag("Tokens of a prefill.", type=click.IntRange(1))] = 4096
-    prefill_chunk: Annotated[int, Flag("Tokens of a prefill at once.", type=click.IntRange(1, CHUNK))] = 1024
+    prefill_chunk: Annotated[
+        int | None,
+        Flag(
+            "Tokens of a prefill at once.  [default: as many as the server would take]", type=click.IntRange(1, CHUNK)
+        ),
+    ] = None
     steps: Annotated[int, Flag("Steps of each kind.", type=click.IntRange(1))] = 64
 
 
@@ -151,7 +157,7 @@ class StepBench:
             async with self._session("prefill") as driver:
                 tokens = self._tokens(self._sizes.prefill_tokens)
                 started = time.monotonic()
-                await driver.prefill(tokens[:-1], self._sizes.prefill_chunk)
+                await driver.prefill(tokens[:-1], self._sizes.prefill_chunk or chunk_for(self._cluster.workers))
                 await driver.step(StepKind.DECODE, tokens[-1:])
                 times.append((time.monotonic() - started) * 1e3)
             done()

@@ -51,7 +51,9 @@ def run(
     height = min(cut.height for cut in cuts)
     # Their norm has been applied.
     factors = torch.ones(rows, dtype=torch.float32, device=x.device)
-    _, placed = route(weights, Normed(x, factors[:, None], 0.0, factors), routed, height)
+    # Those of `together` may have the weights of the router's norm in them; there is no gate beside them then.
+    scores = together.scores if weights.shared_gate is not None else weights.router.tensor
+    _, placed = route(weights, Normed(x, factors[:, None], 0.0, factors), routed, scores, height)
     out = torch.empty_like(x)
     multiply(weights, x, None, factors, placed, [cut._replace(height=height) for cut in cuts], Mixed(out, shared))
     return out

@@ -473,7 +473,7 @@ def run(
             normed, weights.shared.gate_up, paired=True, gelu=together.gelu, then=weights.shared.down
         )
         shared, _ = linear(inner if summed is None else summed, weights.shared.down)
-    normed, placed = route(weights, normed, x if routed is None else routed, height)
+    normed, placed = route(weights, normed, x if routed is None else routed, together.scores, height)
 
     forms = forms_of(together)
     cuts = [
@@ -492,14 +492,16 @@ def run(
     return out, None if following is None else with_factors(following)
 
 
-def route(weights: ExpertsWeights, normed: Normed, seen: torch.Tensor, height: int) -> tuple[Normed, Routed]:
+def route(
+    weights: ExpertsWeights, normed: Normed, seen: torch.Tensor, scores: torch.Tensor, height: int
+) -> tuple[Normed, Routed]:
     """Choose the experts of rows, and sort the pairs of a row and an expert into tiles of up to so many. Return the
     rows with their norm's factors too.
 
-    normed: the rows [n, hidden]. seen: what the router takes of them, which the same factors are due on.
+    normed: the rows [n, hidden]. seen: what the router takes of them, which the same factors are due on. scores: as of
+    `ExpertsTogether`.
     """
-    together, experts, chosen_count = weights.together, weights.router.rows, weights.chosen
-    assert together is not None
+    experts, chosen_count = weights.router.rows, weights.chosen
     (rows, hidden), device = seen.shape, seen.device
     pairs, one_tile = rows * chosen_count, rows <= _ROWS
 
@@ -512,7 +514,6 @@ def route(weights: ExpertsWeights, normed: Normed, seen: torch.Tensor, height: i
     tiles = (
         empty(slots, 4, dtype=torch.int32) if one_tile else torch.full((slots, 4), -1, dtype=torch.int32, device=device)
     )
-    scores = together.scores
     padded = max(_SCORED, triton.next_power_of_2(len(scores)))
     part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
     parts = triton.cdiv(hidden, part)

@@ -388,8 +388,12 @@ def test_a_layer_takes_rows_of_a_prompt_at_once() -> None:
     x = rows_of(weights, 70, torch.float32)
     at_once = Rows([], {}, RowOperations(mixture=expert_prefill.run))
     torch.testing.assert_close(experts.run(weights, x, at_once), experts.run(weights, x), rtol=1e-4, atol=1e-5)
-    # Beside a dense part the router takes rows that have another norm.
+    # Beside a dense part the router takes rows that have another norm, whose weights kernels of few rows have in its
+    # own.
     weights, routed = beside_dense(mixture(dtype=torch.float32)), x.flip(1)
+    assert weights.together is not None
+    norm = torch.linspace(0.2, 3, weights.router.columns, device=WHERE)
+    weights = replace(weights, together=replace(weights.together, scores=weights.together.scores * norm))
     found, plain = (experts.run(weights, x, rows, routed=routed) for rows in (at_once, None))
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 

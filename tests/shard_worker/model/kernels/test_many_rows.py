@@ -117,7 +117,8 @@ def test_a_prefill_by_kernels_is_that_of_plain_torch(tiny: Tiny, name: str) -> N
         head, state, rows, at = plain.head, one.allocate(200, 1), [], 0
         assert head is not None
         for count in pieces:
-            rows.append(head.logits(one.run(state, one.embed(tokens[at : at + count]), None, uncommitted=False)))
+            own = tokens[at : at + count]
+            rows.append(head.logits(one.run(state, one.embed(own), None, uncommitted=False, token_ids=own)))
             at += count
         return torch.cat(rows).float()
 
