@@ -278,6 +278,7 @@ class Engine:
 
         Where something runs for IDLE_S, all answers wait behind their next steps, as by `paused`; those that come to no
         end of a step by then go on and may lose their sessions, so that this is done only where they would be resumed.
+        Prefixes in memory outlast that layers move within the context.
         """
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -288,6 +289,8 @@ class Engine:
             else:
                 self._open.clear()
                 stack.callback(self._open.set)
+            if self.prefixes is not None:
+                await stack.enter_async_context(self.prefixes.carried())
             yield
 
     async def _settled(self) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,10 +26,12 @@ from coordinator.prefix.index import Entry, PrefixIndex
 from coordinator.prefix.leftovers import Leftover, Leftovers, common
 from coordinator.prefix.lineage import WINDOWS, Lineage
 from coordinator.prefix.policy import KeepPolicy
+from coordinator.prefix.stores import open_store
 from services.errors import DataLoss, FlashsplitError, NotFound
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotFrame, SnapshotOwner
 from services.messages.steps import SnapshotPart, SnapshotSaved
+from services.processes.scratch import Scratch
 from services.rpc.stage import StageSession
 
 END_GRACE_S = 10.0
@@ -35,6 +39,9 @@ END_GRACE_S = 10.0
 
 MIN_DISK_GAIN_TOKENS = 32
 """What an entry must add to the one that it builds on to be worth files of its own."""
+
+MOST_CARRIED_BYTES, CARRIED_SHARE = 8 << 30, 0.5
+"""What prefixes may take on disk while layers move from worker to worker, and of what is free there."""
 
 _LOAD_ATTEMPTS = 3
 
@@ -206,7 +213,7 @@ class PrefixCache:
                     break
                 started = time.monotonic()
                 try:
-                    loaded = await self._load(lineage, entry)
+                    loaded = await self._load(self._disk, lineage, entry)
                 except DataLoss:
                     # That entry is discarded now; a shorter one may be whole.
                     continue
@@ -224,13 +231,12 @@ class PrefixCache:
         """Drop a hit, because a worker doesn't have it after all."""
         self.drop([hit.entry.snapshot_id], lineages=[self.lineage(with_draft=with_draft)])
 
-    async def _load(self, lineage: Lineage, disk_entry: DiskEntry) -> Entry:
+    async def _load(self, disk: DiskCache, lineage: Lineage, disk_entry: DiskEntry) -> Entry:
         """Bring an entry and what it builds on from disk into the workers.
 
         Raises DataLoss for a damaged entry, which is discarded, and what the workers raise.
         """
-        disk, index = self._disk, self._index(lineage)
-        assert disk is not None
+        index = self._index(lineage)
         parent: Entry | None = None
         async with self._loading:
             # Who waited for its turn finds the workers that there are now.
@@ -241,7 +247,7 @@ class PrefixCache:
                     entry = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
                     arrival = await self.expect(entry)
                     try:
-                        await self._import(node, places)
+                        await self._import(disk, node, places)
                     except FlashsplitError as error:
                         if isinstance(error, DataLoss):
                             await disk.discard(node, error.message)
@@ -255,11 +261,10 @@ class PrefixCache:
         assert parent is not None
         return parent
 
-    async def _import(self, node: DiskEntry, places: tuple[SnapshotPlace, ...]) -> None:
-        assert self._disk is not None
+    async def _import(self, disk: DiskCache, node: DiskEntry, places: tuple[SnapshotPlace, ...]) -> None:
         started = time.monotonic()
         outcomes = await asyncio.gather(
-            *(self._import_part(node, place) for place in places),
+            *(self._import_part(disk, node, place) for place in places),
             return_exceptions=True,
         )
         for outcome in outcomes:
@@ -274,10 +279,9 @@ class PrefixCache:
             ms=round((time.monotonic() - started) * 1e3, 1),
         )
 
-    async def _import_part(self, node: DiskEntry, place: SnapshotPlace) -> int:
-        assert self._disk is not None
+    async def _import_part(self, disk: DiskCache, node: DiskEntry, place: SnapshotPlace) -> int:
         snapshots = await self._cluster.snapshots(place.address)
-        frames = self._disk.frames(node, place.owner, place.layers, place.fingerprint)
+        frames = disk.frames(node, place.owner, place.layers, place.fingerprint)
         async with contextlib.aclosing(frames):
             imported = await snapshots.import_snapshot(frames)
         self.drop(imported.evicted_ids)
@@ -357,11 +361,10 @@ class PrefixCache:
     def _keep_on_disk(self, lineage: Lineage, entry: Entry) -> None:
         """Have a prefix written to disk that is in memory, where there is a store and it is worth it."""
         if self._disk is not None and len(entry.token_ids) >= self._disk.min_tokens:
-            self._spawn(self._write(lineage, entry))
+            self._spawn(self._write(self._disk, lineage, entry, MIN_DISK_GAIN_TOKENS))
 
-    async def _write(self, lineage: Lineage, entry: Entry) -> None:
-        disk = self._disk
-        assert disk is not None
+    async def _write(self, disk: DiskCache, lineage: Lineage, entry: Entry, least_gain: int) -> None:
+        """Write a prefix that is in memory. least_gain: tokens that it must add to the one that it builds on there."""
         async with self._writing:
             if disk.has(entry.snapshot_id):
                 return
@@ -369,7 +372,7 @@ class PrefixCache:
             while base is not None and not disk.has(base.snapshot_id):
                 base = base.parent
             first = 0 if base is None else len(base.token_ids)
-            if len(entry.token_ids) - first < MIN_DISK_GAIN_TOKENS:
+            if len(entry.token_ids) - first < least_gain:
                 return
             base_id = None if base is None else base.snapshot_id
             parts = [
@@ -434,6 +437,72 @@ class PrefixCache:
             heir_address, heir_process = self._heirs.get((address, process), (address, process))
             found.append((heir_address, layers, heir_process))
         return tuple(found)
+
+    # --- over a new split
+
+    @contextlib.asynccontextmanager
+    async def carried(self) -> AsyncIterator[None]:
+        """Have what the workers keep in memory serve the layers too that they have at the end of the context.
+
+        No session may be open. What is on no disk lies in files of the context's own within it, of which the oldest go
+        where they find no room. Nothing comes back where no layers have moved.
+        """
+        if self._tasks:
+            # Ends of answers that are being kept, too.
+            await asyncio.wait(self._tasks, timeout=END_GRACE_S)
+        keepers = self._keepers(with_draft=True)
+        lineages = [self.lineage(with_draft=False)]
+        if self._cluster.draft is not None:
+            lineages.append(self.lineage(with_draft=True))
+        kept = [(lineage, entry) for lineage in lineages for entry in self._index(lineage).entries]
+        kept = [one for one in kept if self._disk is None or not self._disk.has(one[1].snapshot_id)]
+        scratch = Scratch() if kept else None
+        try:
+            files = None if scratch is None else await self._set_aside(scratch.path, lineages, kept)
+            yield
+            if files is not None and self._cluster.alive and self._keepers(with_draft=True) != keepers:
+                await self._bring_back(files, kept)
+        finally:
+            if scratch is not None:
+                await asyncio.to_thread(scratch.remove)
+
+    async def _set_aside(
+        self, directory: Path, lineages: Sequence[Lineage], kept: Sequence[tuple[Lineage, Entry]]
+    ) -> DiskCache | None:
+        """Write prefixes that are in memory to files in a directory; return None where that cannot be done."""
+        started = time.monotonic()
+        layers = [place.layers for place in self._cluster.snapshot_places(with_draft=False) if place.layers is not None]
+        room = int(CARRIED_SHARE * shutil.disk_usage(directory).free)
+        files = DiskCache(
+            open_store(directory / "prefixes"),
+            lineages,
+            layers[-1].last,
+            self._cluster.target.family,
+            budget_bytes=max(1, min(room, MOST_CARRIED_BYTES)),
+            min_tokens=1,
+        )
+        try:
+            await files.start()
+            for lineage, entry in kept:
+                await self._write(files, lineage, entry, 1)
+        except FlashsplitError as error:
+            log.warning("prefix.not_carried", why=error.message)
+            return None
+        log.info("prefix.set_aside", prefixes=len(kept), ms=round((time.monotonic() - started) * 1e3, 1))
+        return files
+
+    async def _bring_back(self, files: DiskCache, kept: Sequence[tuple[Lineage, Entry]]) -> None:
+        """Bring prefixes from files into the memory of the workers that there are now."""
+        for lineage, entry in kept:
+            found = files.find(lineage, entry.token_ids, whole=True)
+            if found is None:
+                continue
+            try:
+                await self._load(files, lineage, found)
+            except FlashsplitError as error:
+                log.warning("prefix.not_carried", slot=entry.snapshot_id[:12], why=error.message)
+                if not self._cluster.alive:
+                    return
 
     # --- handing over
 

@@ -79,6 +79,11 @@ class PrefixIndex:
         """The names of all entries."""
         return tuple(self._nodes)
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries, each behind what it builds on."""
+        return tuple(node.entry for node in self._nodes.values())
+
     def get(self, snapshot_id: str) -> Entry | None:
         """Return the entry with this id; None when it is not in the index."""
         node = self._nodes.get(snapshot_id)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import WorkerPlace, make_plan
 from coordinator.engine.engine import Engine
 from coordinator.engine.generation import generate
+from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import open_store
 from services.messages.sampling import SamplingParams
+from services.messages.steps import StepKind
 from services.model.quantization import Quantization
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair
@@ -93,6 +96,46 @@ def about_to_pause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> asyncio.E
 
     monkeypatch.setattr(engine, "paused", tell_and_pause)
     return told
+
+
+@dataclass(frozen=True, slots=True)
+class PauseWithinPrompt:
+    """A pause of an engine that comes while one more request is in the midst of its prompt.
+
+    request: that one, asked with each pause. kept: how many tokens of each request steps have kept. prefilled: that the
+    first chunk of its prompt is. asked: the task that reads its tokens.
+    """
+
+    request: Request
+    kept: Counter[str] = field(default_factory=Counter)
+    prefilled: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[asyncio.Task[tuple[int, ...]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, engine: Engine, request: Request, monkeypatch: pytest.MonkeyPatch) -> PauseWithinPrompt:
+        """Have the engine's pauses come so."""
+        self, paused = cls(request), engine.paused
+
+        def count(step: StepTaken) -> None:
+            self.kept[step.request_id] += step.kept
+            if step.request_id == request.request_id and step.kind is StepKind.PREFILL:
+                self.prefilled.set()
+
+        @contextlib.asynccontextmanager
+        async def pause(timeout_s: float) -> AsyncIterator[int]:
+            self.asked.append(asyncio.create_task(tokens_of(engine, request)))
+            await self.prefilled.wait()
+            async with paused(timeout_s) as going_on:
+                yield going_on
+
+        engine.step_listeners.append(count)
+        monkeypatch.setattr(engine, "paused", pause)
+        return self
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.kept.clear()
+        self.prefilled.clear()
 
 
 @contextlib.asynccontextmanager

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 
 from coordinator.answer import Request
 from coordinator.engine.engine import Engine
 from coordinator.engine.handover import Handover
-from coordinator.engine.step_times import StepTaken
 from coordinator.text.model_files import read_model_files
 from services.messages.sampling import SamplingParams
-from services.messages.steps import StepKind
 from tests.e2e.conftest import Pair, alive
-from tests.e2e.prefix_client import TOKENS, client, tokens_of
+from tests.e2e.prefix_client import TOKENS, PauseWithinPrompt, client, tokens_of
 
 Cases = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -43,44 +38,24 @@ async def test_answers_go_on_where_a_worker_is_drained(
         sampled = await one.ask(prompt, sampling=SAMPLED, speculate=False, cached=False)
         behind = await one.ask(longer, cached=False)
         engine = Engine(one.cluster, read_model_files(pair.target), one.cache, name="tiny")
-        kept, prefilled, about_to_pause = Counter[str](), asyncio.Event(), asyncio.Event()
-
-        def count(step: StepTaken) -> None:
-            kept[step.request_id] += step.kept
-            if step.request_id == "longer" and step.kind is StepKind.PREFILL:
-                prefilled.set()
-
-        engine.step_listeners.append(count)
-        held, paused = list[asyncio.Task[tuple[int, ...]]](), engine.paused
-
-        @contextlib.asynccontextmanager
-        async def pause_within_the_prompt(timeout_s: float) -> AsyncIterator[int]:
-            held.append(asyncio.create_task(tokens_of(engine, Request("longer", longer, TOKENS, prefill_chunk=4))))
-            await prefilled.wait()
-            about_to_pause.set()
-            async with paused(timeout_s) as going_on:
-                yield going_on
-
-        monkeypatch.setattr(engine, "paused", pause_within_the_prompt)
+        within = PauseWithinPrompt.of(engine, Request("longer", longer, TOKENS, prefill_chunk=4), monkeypatch)
         for worker in workers:
             before = {process.process_id for process in one.cluster.processes.values()}
             one.cache.drop_all()
             await one.settle()
-            for event in (prefilled, about_to_pause):
-                event.clear()
-            kept.clear()
+            within.forget()
             requests = [
                 Request("greedy", prompt, TOKENS),
                 Request("sampled", prompt, TOKENS, SAMPLED, speculate=False),
             ]
-            asked = [asyncio.create_task(tokens_of(engine, each, waits_for=about_to_pause)) for each in requests]
+            asked = [asyncio.create_task(tokens_of(engine, each, waits_for=within.prefilled)) for each in requests]
             done = await Handover(engine).drain(worker, "cpu")
             assert await asyncio.gather(*asked) == [greedy, sampled.token_ids]
-            assert await held.pop() == behind.token_ids
+            assert await within.asked.pop() == behind.token_ids
             assert done.anew == 0
             assert done.prefixes > 0
             lengths = {"greedy": len(prompt), "sampled": len(prompt), "longer": len(longer)}
-            assert kept == {name: length + TOKENS - 1 for name, length in lengths.items()}
+            assert within.kept == {name: length + TOKENS - 1 for name, length in lengths.items()}
             [ended] = before - {process.process_id for process in one.cluster.processes.values()}
             assert ended is not None
             assert not alive(ended)

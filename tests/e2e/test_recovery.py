@@ -24,7 +24,7 @@ from coordinator.text.model_files import read_model_files
 from services.layers import LayerRange
 from tests import forking
 from tests.e2e.conftest import ROOT, Pair, children, end, until
-from tests.e2e.prefix_client import TOKENS, about_to_pause, client, tokens_of
+from tests.e2e.prefix_client import TOKENS, PauseWithinPrompt, client, tokens_of
 from tests.e2e.server import DEMO, PAIR, Server, get, serving
 from tests.services.fakes import until as until_async
 
@@ -234,6 +234,11 @@ def layers(server: Server) -> list[tuple[int, int]]:
     return [(worker["layers"]["first"], worker["layers"]["last"]) for worker in status(server)["workers"]]
 
 
+def cached_tokens(answer: Any) -> int:
+    """Tokens of an answer's prompt that were taken from a kept prefix."""
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
 @pytest.mark.parametrize(
     ("lost", "anew"), [(1, [(0, 6), (6, 12)]), pytest.param(2, [(0, 6), (6, 12)], marks=pytest.mark.slow)]
 )
@@ -267,11 +272,17 @@ async def test_answers_go_on_over_the_workers_that_are_left(
                 assert ready(server)
                 assert layers(server) == anew
                 assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
+                story = {"model": "target", "prompt": "A long story. " * 40, "max_tokens": 8}
+                told = await client.completions.create(**story)
                 workers[lost] = worker(tmp_path, str(lost))
                 # Workers are asked at most every half second, but what is said of them agrees with what is said of all.
                 until(lambda: status(server)["degraded"] is None, 60)
                 assert layers(server) == [(0, 4), (4, 8), (8, 12)]
                 assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
+                # What the two had in memory of it is now with the three.
+                again = await client.completions.create(**story)
+                assert again.choices[0].text == told.choices[0].text
+                assert cached_tokens(again) > 100 > cached_tokens(told)
     finally:
         for process in workers:
             end(process)
@@ -284,31 +295,34 @@ async def test_layers_go_back_in_the_midst_of_answers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a server is never idle: its answers wait while each worker gets its own layers back, and have the same
-    tokens."""
+    """Where a server is never idle: its answers wait while each worker gets its own layers back, and go on from where
+    they were, with the same tokens and none computed twice. One is in the midst of its prompt."""
     monkeypatch.setattr(coordinator.engine.engine, "IDLE_S", 0.0)
     pair, (prompt, greedy) = pairs["qwen3"], prefix_cases["qwen3"]
+    longer = prompt[::-1] * 4
     workers = [worker(tmp_path, str(number)) for number in range(2)]
     try:
         async with client(pair, ",".join(f"unix:{tmp_path}/{number}.sock" for number in range(2))) as one:
+            behind = await one.ask(longer, cached=False)
             cluster = one.cluster
             engine = Engine(cluster, read_model_files(pair.target), one.cache, name="tiny", resume_timeout_s=60)
             async with supervised(cluster, replace_after_s=0.0, quiet=engine.quiet):
                 workers[1].kill()
                 workers[1].wait()
                 await until_async(lambda: cluster.degraded is not None, 30)
-                may_end = about_to_pause(engine, monkeypatch)
-                asked = [
-                    asyncio.create_task(tokens_of(engine, Request(name, prompt, TOKENS), waits_for=may_end))
-                    for name in ("first", "second")
-                ]
-                await until_async(lambda: engine.load.running == 2, 30)
+                longest = Request("longer", longer, TOKENS, prefill_chunk=4)
+                within = PauseWithinPrompt.of(engine, longest, monkeypatch)
+                greedily = Request("greedy", prompt, TOKENS)
+                asked = asyncio.create_task(tokens_of(engine, greedily, waits_for=within.prefilled))
+                await until_async(lambda: engine.load.running == 1, 30)
                 workers[1] = await asyncio.to_thread(worker, tmp_path, "1")
                 await until_async(lambda: cluster.degraded is None, 30)
                 assert [place.layers for place in cluster.snapshot_places(with_draft=False)] == [
                     LayerRange(0, 3), LayerRange(3, 6),
                 ]  # fmt: skip
-                assert await asyncio.gather(*asked) == [greedy, greedy]
+                assert await asked == greedy
+                assert await within.asked.pop() == behind.token_ids
+                assert within.kept == {"greedy": len(prompt) + TOKENS - 1, "longer": len(longer) + TOKENS - 1}
     finally:
         for process in workers:
             end(process)

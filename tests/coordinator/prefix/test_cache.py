@@ -79,6 +79,27 @@ async def keep(
     return entry
 
 
+async def lose_and_split_anew(cluster: Cluster, worker: ToyHost) -> None:
+    """End a worker, and have the others take over its layers."""
+    losing = asyncio.ensure_future(cluster.lost())
+    await asyncio.sleep(0.05)
+    await worker.stop()
+    await asyncio.wait_for(losing, 10)
+    assert await cluster.resplit()
+
+
+def check_parts(host: ToyHost) -> None:
+    """Fail where a worker does not keep, of its own layers, the state behind LONG tokens and behind the first SHORT."""
+    target = host.worker.description.target
+    assert target is not None
+    for token_ids, first in ((ids(SHORT), 0), (ids(LONG), SHORT)):
+        header, *chunks, _ = host.snapshots.kept[STAGE, PLAIN.snapshot_id(token_ids)]
+        assert isinstance(header, SnapshotHeader)
+        assert (header.layers, header.first_token) == (target.layers, first)
+        data = b"".join(bytes(chunk.data) for chunk in chunks)
+        assert data == b"".join(contents(STAGE, target.layers, token_ids, first).values())
+
+
 async def test_a_prefix_survives_the_workers(workers: list[ToyHost], hosts: Hosts, store: Store) -> None:
     """What was kept is on disk when the server ends; the next one's workers, split otherwise, get every byte."""
     async with caching(workers, store) as cache:
@@ -90,14 +111,7 @@ async def test_a_prefix_survives_the_workers(workers: list[ToyHost], hosts: Host
         assert hit is not None
         assert (hit.source, hit.length) == ("disk", LONG)
         for host in others:
-            target = host.worker.description.target
-            assert target is not None
-            for token_ids, first in ((ids(SHORT), 0), (ids(LONG), SHORT)):
-                header, *chunks, _ = host.snapshots.kept[STAGE, PLAIN.snapshot_id(token_ids)]
-                assert isinstance(header, SnapshotHeader)
-                assert (header.layers, header.first_token) == (target.layers, first)
-                data = b"".join(bytes(chunk.data) for chunk in chunks)
-                assert data == b"".join(contents(STAGE, target.layers, token_ids, first).values())
+            check_parts(host)
         again = await cache.find(ids(LONG + 10), with_draft=False)
         assert again is not None
         assert (again.source, again.entry) == ("memory", hit.entry)
@@ -111,11 +125,7 @@ async def test_prefixes_from_the_disk_serve_layers_that_were_split_anew(hosts: H
         entry = await keep(cache, workers, ids(LONG))
         await until(lambda: not cache.pending)
         cluster = cache._cluster
-        losing = asyncio.ensure_future(cluster.lost())
-        await asyncio.sleep(0.05)
-        await lost.stop()
-        await asyncio.wait_for(losing, 10)
-        assert await cluster.resplit()
+        await lose_and_split_anew(cluster, lost)
         for host in (first, last):
             # As a worker does that loads other layers.
             host.snapshots.kept.clear()
@@ -138,6 +148,33 @@ async def test_prefixes_from_the_disk_serve_layers_that_were_split_anew(hosts: H
         again = await cache.find(ids(LONG + 10), with_draft=False)
         assert again is not None
         assert again.source == "memory"
+
+
+async def test_prefixes_in_memory_serve_layers_that_went_back(hosts: Hosts) -> None:
+    """What two workers keep while a third one is away is found in the memory of all three when it is back, of each for
+    its own layers; no store is needed. Where nothing moves after all, nobody is told to keep anything."""
+    first, lost, last = workers = await toys(hosts, 3)
+    async with caching(workers) as cache:
+        cluster = cache._cluster
+        await lose_and_split_anew(cluster, lost)
+        short = await keep(cache, [first, last], ids(SHORT))
+        await keep(cache, [first, last], ids(LONG), short)
+        before = [dict(host.snapshots.kept) for host in (first, last)]
+        async with cache.carried():
+            pass
+        assert [host.snapshots.kept for host in (first, last)] == before
+        await lost.start()
+        await until(lambda: cluster.can_rejoin, 30)
+        async with cache.carried():
+            assert await cluster.rejoin()
+            for host in workers:
+                # As a worker does that loads other layers.
+                host.snapshots.kept.clear()
+        hit = await cache.find(ids(LONG + 10), with_draft=False)
+        assert hit is not None
+        assert (hit.source, hit.length) == ("memory", LONG)
+        for host in workers:
+            check_parts(host)
 
 
 async def test_what_the_workers_keep_is_found_by_the_next_server(workers: list[ToyHost]) -> None:
