@@ -445,7 +445,7 @@ class PrefixCache:
         """Have what the workers keep in memory serve the layers too that they have at the end of the context.
 
         No session may be open. What is on no disk lies in files of the context's own within it, of which the oldest go
-        where they find no room. Nothing comes back where no layers have moved.
+        where they find no room. Nothing comes back where no layers have moved, or where files cannot be written.
         """
         if self._tasks:
             # Ends of answers that are being kept, too.
@@ -456,7 +456,12 @@ class PrefixCache:
             lineages.append(self.lineage(with_draft=True))
         kept = [(lineage, entry) for lineage in lineages for entry in self._index(lineage).entries]
         kept = [one for one in kept if self._disk is None or not self._disk.has(one[1].snapshot_id)]
-        scratch = Scratch() if kept else None
+        scratch = None
+        if kept:
+            try:
+                scratch = Scratch()
+            except OSError as error:
+                log.warning("prefix.not_carried", why=f"no temporary directory can be made: {error.strerror}")
         try:
             files = None if scratch is None else await self._set_aside(scratch.path, lineages, kept)
             yield

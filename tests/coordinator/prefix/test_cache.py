@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -100,6 +102,11 @@ def check_parts(host: ToyHost) -> None:
         assert data == b"".join(contents(STAGE, target.layers, token_ids, first).values())
 
 
+def no_space_left(**_: object) -> str:
+    """What making a directory does on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 async def test_a_prefix_survives_the_workers(workers: list[ToyHost], hosts: Hosts, store: Store) -> None:
     """What was kept is on disk when the server ends; the next one's workers, split otherwise, get every byte."""
     async with caching(workers, store) as cache:
@@ -150,9 +157,10 @@ async def test_prefixes_from_the_disk_serve_layers_that_were_split_anew(hosts: H
         assert again.source == "memory"
 
 
-async def test_prefixes_in_memory_serve_layers_that_went_back(hosts: Hosts) -> None:
+async def test_prefixes_in_memory_serve_layers_that_went_back(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """What two workers keep while a third one is away is found in the memory of all three when it is back, of each for
-    its own layers; no store is needed. Where nothing moves after all, nobody is told to keep anything."""
+    its own layers; no store is needed. Where nothing moves after all, nobody is told to keep anything, and a disk that
+    is full is in nobody's way."""
     first, lost, last = workers = await toys(hosts, 3)
     async with caching(workers) as cache:
         cluster = cache._cluster
@@ -160,6 +168,10 @@ async def test_prefixes_in_memory_serve_layers_that_went_back(hosts: Hosts) -> N
         short = await keep(cache, [first, last], ids(SHORT))
         await keep(cache, [first, last], ids(LONG), short)
         before = [dict(host.snapshots.kept) for host in (first, last)]
+        with monkeypatch.context() as full:
+            full.setattr("tempfile.mkdtemp", no_space_left)
+            async with cache.carried():
+                pass
         async with cache.carried():
             pass
         assert [host.snapshots.kept for host in (first, last)] == before
