@@ -15,6 +15,7 @@ import torch
 
 from services.model.cached_tensors import PAGE_ROWS
 from shard_worker.device.devices import Device
+from shard_worker.device.graph_capture import capture_graph
 from shard_worker.drafting.chooser_kernels import LaunchedRows, choose
 from shard_worker.drafting.choosers import NOT_PROPOSED
 from shard_worker.drafting.choosers.argmax import Argmax
@@ -268,10 +269,7 @@ class DFlashRunner:
         job(rows)
         if not self.graphs:
             return functools.partial(job, rows)
-        self._draft.device.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            job(rows)
+        graph, _ = capture_graph(functools.partial(job, rows), self._pool)
         return graph.replay
 
     def _append(self, rows: int) -> None:

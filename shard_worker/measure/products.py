@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shard_worker.device.graph_capture import capture_graph
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.tiled import TiledWeight
@@ -201,10 +202,7 @@ class Products:
     def _seconds(self, job: Callable[[], None], repeats: int = REPEATS) -> float:
         """Return the median time of a job as a CUDA graph, which is compiled and run a few times before."""
         job()
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            job()
+        graph, _ = capture_graph(job)
         for _ in range(3):
             graph.replay()
         return _median_s(graph.replay, repeats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -206,8 +207,12 @@ class TargetRole(WorkerRole[LoadTarget]):
         held = NOTHING_HELD
         if loaded is not None and _alike(loaded.part, part) and loaded.fingerprint == checkpoint.fingerprint:
             held = HeldWeights.of(loaded.stage, part.layers)
-        # What the new stage does not take leaves the memory before anything is loaded.
+        # What the new stage does not take leaves the memory before anything is loaded: sessions that have ended refer
+        # to themselves, and to the stage.
+        was_loaded = loaded is not None
         del loaded
+        if was_loaded:
+            gc.collect()
         loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype, part.host_experts)
         capture = capture_request(part, loader.config)
         stage = loader.load(

@@ -14,6 +14,7 @@ import torch
 from services.records import record
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost
+from shard_worker.device.graph_capture import capture_graph
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
 from shard_worker.stage.kernel_layers import kernel_layers, page_count
@@ -253,10 +254,7 @@ class BatchRunner:
         step = self._launch_without_rows(variant)
         if not self._graphs:
             return step
-        self._segment.device.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step = self._launch(variant)
+        graph, step = capture_graph(lambda: self._launch(variant), self._pool)
         step.graph = graph
         return step
 

@@ -17,6 +17,7 @@ from services.model.cached_tensors import PAGE_ROWS
 from services.model.config import LayerKind
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost, bytes_of
+from shard_worker.device.graph_capture import capture_graph
 from shard_worker.device.stream_gate import StreamGate
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
@@ -306,10 +307,7 @@ class StepRunner:
         return step
 
     def _capture(self, variant: Variant) -> CapturedStep:
-        self._segment.device.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step = self._launch(variant)
+        graph, step = capture_graph(lambda: self._launch(variant), self._pool)
         step.graph = graph
         return step
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,8 @@ from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.roles.target import TargetRole
+from shard_worker.stage.loader import StageLoader
+from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
@@ -99,6 +103,36 @@ def test_a_load_that_fails_leaves_nothing_loaded(role: TargetRole, tiny: Tiny) -
         role.load(part(Path("/nowhere")), ignore_progress)
 
     assert role.describe() is None
+
+
+class Ended:
+    """What refers to itself and to a stage, as sessions that have ended do."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.itself, self.stage = self, stage
+
+
+def test_what_another_stage_does_not_take_is_freed_before_it_is_loaded(
+    role: TargetRole, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the garbage collector can tell that nothing needs it any more."""
+    role.load(part(tiny.path("qwen3"), 0, 4), ignore_progress)
+    assert role.loaded is not None
+    gone = weakref.ref(Ended(role.loaded.stage))
+    load, was_gone = StageLoader.load, list[bool]()
+
+    def watched(*args: Any, **options: Any) -> Stage:
+        was_gone.append(gone() is None)
+        return load(*args, **options)
+
+    monkeypatch.setattr(StageLoader, "load", watched)
+    gc.disable()
+    try:
+        role.load(part(tiny.path("qwen3"), 0, 3), ignore_progress)
+    finally:
+        gc.enable()
+
+    assert was_gone == [True]
 
 
 @pytest.mark.parametrize(
