@@ -63,8 +63,9 @@ ELSEWHERE = 0.5
 """How much an answer's first blocks count for the next one, among others, where those of others tell what that is
 like."""
 
-TRIED_TOKENS_OF_POOR = 1.0
-"""The same number of tokens where the answers before began so badly that plain decode promised more from the start."""
+TRIED_TOKENS_OF_KNOWN, TRIED_TOKENS_OF_POOR = 2.2, 1.0
+"""The same number of tokens where it is known how the answers before began, so that less is left to find out; and where
+they began so badly that plain decode promised more from the start."""
 
 SHORTEST_REST_STEPS, LONGEST_REST_STEPS = 16, 100_000
 """Plain steps between two tries, however much was won before, and however dear a try seems."""
@@ -145,9 +146,9 @@ class Speculation:
         if not self._planned:
             if self._is_settled or self._drafted_steps >= WARM_UP_STEPS:
                 return None
-            # Where drafts of others began well, the first choice comes behind two blocks and not behind one.
-            sure = self.costs.knows_survival and not self.costs.shared
-            return WARM_UP_STEPS if sure and self.expected_tokens >= SURE_TOKENS_PER_STEP else 1
+            # Each of them is judged before the next one follows, however well drafts of others began: a block that
+            # is of no use costs more than a step that is sent.
+            return 1
         return self.planned_steps
 
     @property
@@ -326,8 +327,8 @@ class Speculation:
             first = costs.survival_of_block(0) or first
         self._acceptance = Acceptance(self.block_size - 1, first, blocks, costs.ease_variance, lasting)
         values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)
-        if values is not None and max(values) <= values[0] * HYSTERESIS:
-            self._tried_tokens = TRIED_TOKENS_OF_POOR
+        is_poor = values is not None and max(values) <= values[0] * HYSTERESIS
+        self._tried_tokens = TRIED_TOKENS_OF_POOR if is_poor else TRIED_TOKENS_OF_KNOWN
         self._choose()
 
     def _choose(self) -> None:
