@@ -175,6 +175,21 @@ def test_hard_texts_among_easy_ones_are_told_by_their_first_blocks() -> None:
     assert len(elapsed) * best_fixed_ms(200, 0.25) / sum(elapsed) > 0.97
 
 
+def test_a_block_of_no_use_is_hardly_followed_by_another() -> None:
+    """However well the drafts of most answers begin: no second block follows before the first one is judged, and an
+    answer of whose draft nothing is right verifies two or three within 60 tokens."""
+    costs, blocks = BatchCosts(), []
+    for seed in range(60):
+        is_poor = seed % 4 == 3
+        speculation = Speculation(16, costs)
+        speculation.draft_tokens()
+        assert speculation.steady_steps == 1
+        lengths, _ = decode(speculation, 60, 0.0 if is_poor else 0.95, seed)
+        if seed > 20 and is_poor:
+            blocks.append(sum(length > 0 for length in lengths))
+    assert sum(blocks) / len(blocks) < 3
+
+
 @pytest.mark.parametrize(
     ("chance", "least"),
     [(0.1, 0.97), (0.3, 0.97), (0.5, 0.95), (0.6, 0.9), (0.7, 0.93), (0.8, 0.92), (0.9, 0.9), (0.95, 0.92)],
