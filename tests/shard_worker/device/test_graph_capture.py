@@ -13,13 +13,15 @@ pytestmark = [pytest.mark.gpu]
 
 
 class Stage:
-    """What refers to itself, and so is freed by the garbage collector, with pinned memory that a copy has read from:
-    freeing that calls CUDA."""
+    """What refers to itself, and so is freed by the garbage collector, with pinned memory that a graph copies to.
 
-    def __init__(self) -> None:
+    Freeing that calls CUDA about the stream on which all graphs are captured.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
         self.itself = self
-        self.pinned = [torch.ones(1 << 20).pin_memory() for _ in range(4)]
-        self.copied = [one.to("cuda", non_blocking=True) for one in self.pinned]
+        self.pinned = torch.zeros(4).pin_memory()
+        self.graph, _ = capture_graph(lambda: self.pinned.copy_(values, non_blocking=True))
 
 
 def test_garbage_is_left_alone_while_a_graph_is_captured() -> None:
@@ -33,7 +35,7 @@ def test_garbage_is_left_alone_while_a_graph_is_captured() -> None:
 
     # Far from the next collection by itself.
     gc.collect()
-    Stage()
+    Stage(values)
     try:
         graph, product = capture_graph(launch)
     finally:
@@ -45,6 +47,11 @@ def test_garbage_is_left_alone_while_a_graph_is_captured() -> None:
 
 def test_what_fails_while_it_is_captured_is_told_and_leaves_the_collector_on() -> None:
     values = torch.arange(4.0, device="cuda")
+
+    def launch() -> None:
+        values.add_(1)
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        capture_graph(lambda: values + 1 // 0)
+        capture_graph(launch)
     assert gc.isenabled()
