@@ -126,7 +126,8 @@ class Cluster:
         self.lost_after_s = lost_after_s
         self._choose_split, self.exact = choose_split, exact
         self._peers = Peers(lost_after_s=lost_after_s, security=launch.security, transport=launch.transport)
-        self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
+        rows = EXACT_ROWS if exact else None
+        self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter(), rows)
         self._losses = Losses(self._peers, len(plan.stages))
         places = [*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])]
         self._members = [Member(place, plan.roles(index)) for index, place in enumerate(places)]
@@ -142,7 +143,7 @@ class Cluster:
         self._standby_plan = standbys
         self._standbys = Standbys(
             self._peers,
-            Loader(self._peers, checkpoints, LoadReporter()),
+            Loader(self._peers, checkpoints, LoadReporter(), rows),
             replace(launch, threads=launch.threads or threads_each(places, plan.host_computing)),
             hot=standbys.hot,
             weigh=standbys.weigh,

@@ -62,8 +62,12 @@ class LoadReporter:
 class Loader:
     """Has workers load their parts. Raises what the workers' services raise, the part's name before the message."""
 
-    def __init__(self, peers: Peers, checkpoints: Checkpoints, reporter: LoadReporter) -> None:
+    def __init__(
+        self, peers: Peers, checkpoints: Checkpoints, reporter: LoadReporter, batch_invariant_rows: int | None = None
+    ) -> None:
+        """batch_invariant_rows: as of `LoadTarget`."""
         self._peers, self._checkpoints, self._reporter = peers, checkpoints, reporter
+        self._batch_invariant_rows = batch_invariant_rows
 
     @property
     def names(self) -> DraftAndTarget:
@@ -102,6 +106,7 @@ class Loader:
             checkpoints.quantization,
             checkpoints.rope_scaling,
             plan.host_experts,
+            self._batch_invariant_rows,
         )
         try:
             progress = self._progress(f"{part_name} ({description.device})")

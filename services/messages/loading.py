@@ -43,6 +43,8 @@ class LoadTarget:
     attention keys and values, None for that of the weights. quantization: how its matrices are packed, None for as the
     checkpoint has them. rope_scaling: what `services.model.rope.parse_rope_scaling` returned, None for the checkpoint's
     own. host_experts: the share of each layer's routed experts, 0 to 1, that a GPU leaves to the host's memory and CPU.
+    batch_invariant_rows: what sessions will ask for by `OpenSession.batch_invariant_rows`, which is tried out once the
+    stage is loaded; None for nothing.
     """
 
     role: ClassVar = Role.TARGET
@@ -54,6 +56,7 @@ class LoadTarget:
     quantization: Quantization | None = None
     rope_scaling: str | None = None
     host_experts: float = 0.0
+    batch_invariant_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def part_to_message(part: LoadPart) -> pb.LoadRequest:
                 quantization=quantization_to_message(part.quantization),
                 rope_scaling=part.rope_scaling or "",
                 host_experts=part.host_experts,
+                exact_rows=part.batch_invariant_rows,
             )
             if part.capture is not None:
                 target.capture.draft_path = part.capture.draft_path
@@ -145,6 +149,7 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
                 quantization=quantization_from_message(target),
                 rope_scaling=parse_rope_scaling(target.rope_scaling) if target.rope_scaling else None,
                 host_experts=_share(target.host_experts),
+                batch_invariant_rows=target.exact_rows if target.HasField("exact_rows") else None,
             )
         case "draft":
             draft = request.draft

@@ -55,7 +55,7 @@ from shard_worker.session.session import DeviceEvents, SessionHost, TargetSessio
 from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
-from shard_worker.stage.batch_invariance import allocate
+from shard_worker.stage.batch_invariance import allocate, try_out
 from shard_worker.stage.batch_runner import MAX_SESSIONS
 from shard_worker.stage.loader import NOTHING_HELD, CaptureRequest, HeldWeights, StageLoader
 from shard_worker.stage.stage import Stage, StageState
@@ -204,9 +204,9 @@ class TargetRole(WorkerRole[LoadTarget]):
         self.resting.clear()
         resources = self.resources
         checkpoint = open_checkpoint(part.model_path, quantization=part.quantization, rope_scaling=part.rope_scaling)
-        held = NOTHING_HELD
+        held, known = NOTHING_HELD, set[int]()
         if loaded is not None and _alike(loaded.part, part) and loaded.fingerprint == checkpoint.fingerprint:
-            held = HeldWeights.of(loaded.stage, part.layers)
+            held, known = HeldWeights.of(loaded.stage, part.layers), loaded.invariant_rows
         # What the new stage does not take leaves the memory before anything is loaded: sessions that have ended refer
         # to themselves, and to the stage.
         was_loaded = loaded is not None
@@ -218,6 +218,8 @@ class TargetRole(WorkerRole[LoadTarget]):
         stage = loader.load(
             resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools, held=held
         )
+        if not held.has_products_of(stage):
+            known = set()
         del held
         keeper = SnapshotKeeper(
             resources.store,
@@ -238,7 +240,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             embedding=TargetEmbedding.of(stage, checkpoint),
             keeper=keeper,
             grammars=GrammarCompiler(checkpoint.directory, checkpoint.config, stage.config.vocab_size),
-            invariant_rows=set(),
+            invariant_rows=known,
         )
 
     def unload(self) -> None:
@@ -248,10 +250,26 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._drafts = StageDrafts(self.resources)
 
     def prepare(self) -> None:
-        """Compile and capture what steps will need, for what is loaded by now; runs on the device thread."""
-        loaded = self.loaded
-        if loaded is None or not any(loaded.stage.runners):
+        """Compile and capture what steps will need, for what is loaded by now, and try out what sessions will ask for;
+        runs on the device thread.
+
+        Nothing is loaded any more where that raises FailedPrecondition or InvalidArgument, as `try_out` does.
+        """
+        if self.loaded is None:
             return
+        if any(self.loaded.stage.runners):
+            self._prepare_kernels(self.loaded)
+        loaded = self.loaded
+        asked = loaded.part.batch_invariant_rows
+        if asked is None or loaded.stage.batch_invariant_rows(asked) is None:
+            return
+        try:
+            try_out(loaded.stage, asked, loaded.invariant_rows)
+        except FlashsplitError:
+            self.unload()
+            raise
+
+    def _prepare_kernels(self, loaded: LoadedStage) -> None:
         stage, beside = loaded.stage, self._drafts.sharing(loaded.part)
         try:
             stage.prepare()
@@ -693,7 +711,8 @@ class StageDrafts:
 
 def _alike(part: LoadTarget, other: LoadTarget) -> bool:
     """Return whether two stages are of one checkpoint and its weights are loaded the same way."""
-    return replace(part, layers=other.layers, capture=other.capture, kv_dtype=other.kv_dtype) == other
+    own = replace(part, layers=other.layers, capture=other.capture, kv_dtype=other.kv_dtype)
+    return replace(own, batch_invariant_rows=other.batch_invariant_rows) == other
 
 
 def capture_request(part: LoadTarget, target: ModelConfig) -> CaptureRequest | None:

@@ -29,10 +29,21 @@ def allocate(request: OpenSession, stage: Stage, checked: set[int]) -> StageStat
             field="exact_rows",
         )
     rows = stage.batch_invariant_rows(asked)
-    if rows is not None and rows not in checked:
+    if rows is not None:
+        try_out(stage, rows, checked)
+    return stage.allocate(request.max_length, request.block_rows, rows)
+
+
+def try_out(stage: Stage, rows: int, checked: set[int]) -> None:
+    """Check that steps of so many rows are batch-invariant, unless that is known. checked: as of `allocate`.
+
+    Raises InvalidArgument for a number of rows that no step has, FailedPrecondition as `check_batch_invariance`.
+    """
+    if not 1 <= rows <= CHUNK_ROWS:
+        raise InvalidArgument(f"exact_rows is {rows}; it must be between 1 and {CHUNK_ROWS}", field="exact_rows")
+    if rows not in checked:
         check_batch_invariance(stage, rows)
         checked.add(rows)
-    return stage.allocate(request.max_length, request.block_rows, rows)
 
 
 @torch.no_grad()

@@ -99,6 +99,14 @@ class HeldWeights:
         # Tied ends are one matrix, of which who has both keeps one form: see `StageLoader.load`.
         return cls(layers, embedding, stage.head if last and not (tied and wanted.first == 0) else None)
 
+    def has_products_of(self, stage: Stage) -> bool:
+        """Return whether all matrices that a stage multiplies with are these."""
+        return (stage.head is None or stage.head is self.head) and all(
+            (layer, segment.device.torch_device) in self.layers
+            for segment in stage.segments
+            for layer in range(segment.layers.first, segment.layers.last)
+        )
+
 
 NOTHING_HELD = HeldWeights()
 

@@ -580,6 +580,18 @@ async def ready(cluster: Cluster) -> None:
     await until(lambda: all(one.why is None for one in cluster.standbys), 30)
 
 
+@pytest.mark.parametrize(("exact", "rows"), [(False, None), (True, EXACT_ROWS)])
+async def test_workers_are_told_at_loading_what_exact_sessions_will_ask_for(
+    hosts: Hosts, exact: bool, rows: int | None
+) -> None:
+    """Those that stand by too, so that no session waits for it."""
+    first, second, other = await hosts(3)
+    async with cluster_of(at([first, second]), exact=exact, standbys=standing_by([other])) as cluster:
+        await ready(cluster)
+        for host in (first, second, other):
+            assert [part.batch_invariant_rows for part in host.worker.loaded if isinstance(part, LoadTarget)] == [rows]
+
+
 @pytest.fixture
 def soon_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost workers are started again at once."""

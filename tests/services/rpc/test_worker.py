@@ -50,6 +50,7 @@ async def test_describe(worker: RemoteWorker) -> None:
         LoadTarget("", LayerRange(5, 6)),
         LoadTarget("/models/t", LayerRange(0, 3), kv_dtype="float8_e4m3fn"),
         LoadTarget("/models/t", LayerRange(0, 3), host_experts=1 / 3),
+        LoadTarget("/models/t", LayerRange(0, 3), batch_invariant_rows=16),
         LoadDraft("/models/d", "/models/t", HeadPlace.PROJECTED, FeatureTransport.SUM, "float32"),
         LoadTarget("/models/t", LayerRange(0, 3), quantization=Quantization(QuantizedTo.INT4, ends=True)),
         LoadDraft("/models/d", "", HeadPlace.SHARED, FeatureTransport.SLICES),

@@ -24,6 +24,8 @@ from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.roles.target import TargetRole
+from shard_worker.stage import batch_invariance
+from shard_worker.stage.batch_invariance import check_batch_invariance
 from shard_worker.stage.loader import StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import StepRunner
@@ -133,6 +135,50 @@ def test_what_another_stage_does_not_take_is_freed_before_it_is_loaded(
         gc.enable()
 
     assert was_gone == [True]
+
+
+def prepared(role: TargetRole, wanted: LoadTarget) -> set[int]:
+    """Have the role load a part. Returns the numbers of rows that were tried out."""
+    role.load(wanted, ignore_progress)
+    role.prepare()
+    assert role.loaded is not None
+    return role.loaded.invariant_rows
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen3_5"])
+def test_what_exact_sessions_will_ask_for_is_tried_out_at_loading(
+    role: TargetRole, tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not tried out again of matrices that were in memory already, as in a worker that takes a lost one's place;
+    of others it is."""
+    tried = list[LayerRange]()
+
+    def checked(stage: Stage, rows: int) -> None:
+        tried.append(stage.layers)
+        check_batch_invariance(stage, rows)
+
+    monkeypatch.setattr(batch_invariance, "check_batch_invariance", checked)
+    layers = open_checkpoint(tiny.path(name)).config["num_hidden_layers"]
+    whole = part(tiny.path(name), 0, layers)
+    exact = replace(whole, batch_invariant_rows=16)
+
+    assert prepared(role, whole) == set()
+    assert tried == []
+    assert prepared(role, exact) == {16}
+    assert tried == [LayerRange(0, layers)]
+    assert prepared(role, replace(exact, layers=LayerRange(2, layers))) == {16}
+    assert tried == [LayerRange(0, layers)]
+    assert prepared(role, exact) == {16}
+    assert tried == 2 * [LayerRange(0, layers)]
+
+
+@pytest.mark.parametrize("rows", [0, 65])
+def test_rows_that_no_step_has_are_refused_at_loading(role: TargetRole, tiny: Tiny, rows: int) -> None:
+    """Nothing is loaded then."""
+    with pytest.raises(InvalidArgument, match=f"exact_rows is {rows}; it must be between 1 and 64"):
+        prepared(role, replace(part(tiny.path("qwen3")), batch_invariant_rows=rows))
+
+    assert role.describe() is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from flashsplit.shard.v1 import model_pb2 as flashsplit_dot_shard_dot_v1_dot_mod
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(flashsplit/shard/v1/worker_service.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/measure.proto\x1a\x1f\x66lashsplit/shard/v1/model.proto\x1a flashsplit/shard/v1/tensor.proto\"A\n\x0f\x44\x65scribeRequest\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\"J\n\x10\x44\x65scribeResponse\x12\x36\n\x06worker\x18\x01 \x01(\x0b\x32&.flashsplit.shard.v1.WorkerDescription\"^\n\x0e\x46\x65\x61tureCapture\x12\x12\n\ndraft_path\x18\x01 \x01(\t\x12\x38\n\ttransport\x18\x02 \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\"\xec\x02\n\nLoadTarget\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12/\n\x06layers\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\x12)\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x39\n\x07\x63\x61pture\x18\x04 \x01(\x0b\x32#.flashsplit.shard.v1.FeatureCaptureH\x00\x88\x01\x01\x12,\n\x08kv_dtype\x18\x05 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12<\n\x0cquantization\x18\x06 \x01(\x0b\x32!.flashsplit.shard.v1.QuantizationH\x01\x88\x01\x01\x12\x14\n\x0crope_scaling\x18\x07 \x01(\t\x12\x14\n\x0chost_experts\x18\x08 \x01(\x01\x42\n\n\x08_captureB\x0f\n\r_quantization\"\x80\x03\n\tLoadDraft\x12\x12\n\ndraft_path\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x32\n\nhead_place\x18\x03 \x01(\x0e\x32\x1e.flashsplit.shard.v1.HeadPlace\x12@\n\x11\x66\x65\x61ture_transport\x18\x04 \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\x12)\n\x05\x64type\x18\x05 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12<\n\x0cquantization\x18\x06 \x01(\x0b\x32!.flashsplit.shard.v1.QuantizationH\x00\x88\x01\x01\x12\x43\n\x13target_quantization\x18\x07 \x01(\x0b\x32!.flashsplit.shard.v1.QuantizationH\x01\x88\x01\x01\x42\x0f\n\r_quantizationB\x16\n\x14_target_quantization\"N\n\x0bLoadDrafter\x12\x14\n\x0c\x64rafter_path\x18\x01 \x01(\t\x12)\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\")\n\x06Holder\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x82\x02\n\x0bLoadRequest\x12\x31\n\x06target\x18\x01 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LoadTargetH\x00\x12/\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x1e.flashsplit.shard.v1.LoadDraftH\x00\x12\x33\n\x07\x64rafter\x18\x03 \x01(\x0b\x32 .flashsplit.shard.v1.LoadDrafterH\x00\x12\x30\n\x06holder\x18\x04 \x01(\x0b\x32\x1b.flashsplit.shard.v1.HolderH\x01\x88\x01\x01\x12\x15\n\rends_sessions\x18\x05 \x01(\x08\x42\x06\n\x04partB\t\n\x07_holder\"9\n\x0cLoadProgress\x12\x14\n\x0cloaded_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x88\x01\n\x0cLoadResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.flashsplit.shard.v1.LoadProgressH\x00\x12\x38\n\x06worker\x18\x02 \x01(\x0b\x32&.flashsplit.shard.v1.WorkerDescriptionH\x00\x42\x07\n\x05\x65vent2\xde\x02\n\rWorkerService\x12W\n\x08\x44\x65scribe\x12$.flashsplit.shard.v1.DescribeRequest\x1a%.flashsplit.shard.v1.DescribeResponse\x12M\n\x04Load\x12 .flashsplit.shard.v1.LoadRequest\x1a!.flashsplit.shard.v1.LoadResponse0\x01\x12T\n\x07Measure\x12#.flashsplit.shard.v1.MeasureRequest\x1a$.flashsplit.shard.v1.MeasureResponse\x12O\n\x04\x45\x63ho\x12 .flashsplit.shard.v1.EchoRequest\x1a!.flashsplit.shard.v1.EchoResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(flashsplit/shard/v1/worker_service.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/measure.proto\x1a\x1f\x66lashsplit/shard/v1/model.proto\x1a flashsplit/shard/v1/tensor.proto\"A\n\x0f\x44\x65scribeRequest\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\"J\n\x10\x44\x65scribeResponse\x12\x36\n\x06worker\x18\x01 \x01(\x0b\x32&.flashsplit.shard.v1.WorkerDescription\"^\n\x0e\x46\x65\x61tureCapture\x12\x12\n\ndraft_path\x18\x01 \x01(\t\x12\x38\n\ttransport\x18\x02 \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\"\x94\x03\n\nLoadTarget\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12/\n\x06layers\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\x12)\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x39\n\x07\x63\x61pture\x18\x04 \x01(\x0b\x32#.flashsplit.shard.v1.FeatureCaptureH\x00\x88\x01\x01\x12,\n\x08kv_dtype\x18\x05 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12<\n\x0cquantization\x18\x06 \x01(\x0b\x32!.flashsplit.shard.v1.QuantizationH\x01\x88\x01\x01\x12\x14\n\x0crope_scaling\x18\x07 \x01(\t\x12\x14\n\x0chost_experts\x18\x08 \x01(\x01\x12\x17\n\nexact_rows\x18\t \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_captureB\x0f\n\r_quantizationB\r\n\x0b_exact_rows\"\x80\x03\n\tLoadDraft\x12\x12\n\ndraft_path\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x32\n\nhead_place\x18\x03 \x01(\x0e\x32\x1e.flashsplit.shard.v1.HeadPlace\x12@\n\x11\x66\x65\x61ture_transport\x18\x04 \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\x12)\n\x05\x64type\x18\x05 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12<\n\x0cquantization\x18\x06 \x01(\x0b\x32!.flashsplit.shard.v1.QuantizationH\x00\x88\x01\x01\x12\x43\n\x13target_quantization\x18\x07 \x01(\x0b\x32!.flashsplit.shard.v1.QuantizationH\x01\x88\x01\x01\x42\x0f\n\r_quantizationB\x16\n\x14_target_quantization\"N\n\x0bLoadDrafter\x12\x14\n\x0c\x64rafter_path\x18\x01 \x01(\t\x12)\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\")\n\x06Holder\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x82\x02\n\x0bLoadRequest\x12\x31\n\x06target\x18\x01 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LoadTargetH\x00\x12/\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x1e.flashsplit.shard.v1.LoadDraftH\x00\x12\x33\n\x07\x64rafter\x18\x03 \x01(\x0b\x32 .flashsplit.shard.v1.LoadDrafterH\x00\x12\x30\n\x06holder\x18\x04 \x01(\x0b\x32\x1b.flashsplit.shard.v1.HolderH\x01\x88\x01\x01\x12\x15\n\rends_sessions\x18\x05 \x01(\x08\x42\x06\n\x04partB\t\n\x07_holder\"9\n\x0cLoadProgress\x12\x14\n\x0cloaded_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x88\x01\n\x0cLoadResponse\x12\x35\n\x08progress\x18\x01 \x01(\x0b\x32!.flashsplit.shard.v1.LoadProgressH\x00\x12\x38\n\x06worker\x18\x02 \x01(\x0b\x32&.flashsplit.shard.v1.WorkerDescriptionH\x00\x42\x07\n\x05\x65vent2\xde\x02\n\rWorkerService\x12W\n\x08\x44\x65scribe\x12$.flashsplit.shard.v1.DescribeRequest\x1a%.flashsplit.shard.v1.DescribeResponse\x12M\n\x04Load\x12 .flashsplit.shard.v1.LoadRequest\x1a!.flashsplit.shard.v1.LoadResponse0\x01\x12T\n\x07Measure\x12#.flashsplit.shard.v1.MeasureRequest\x1a$.flashsplit.shard.v1.MeasureResponse\x12O\n\x04\x45\x63ho\x12 .flashsplit.shard.v1.EchoRequest\x1a!.flashsplit.shard.v1.EchoResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FEATURECAPTURE']._serialized_start=310
   _globals['_FEATURECAPTURE']._serialized_end=404
   _globals['_LOADTARGET']._serialized_start=407
-  _globals['_LOADTARGET']._serialized_end=771
-  _globals['_LOADDRAFT']._serialized_start=774
-  _globals['_LOADDRAFT']._serialized_end=1158
-  _globals['_LOADDRAFTER']._serialized_start=1160
-  _globals['_LOADDRAFTER']._serialized_end=1238
-  _globals['_HOLDER']._serialized_start=1240
-  _globals['_HOLDER']._serialized_end=1281
-  _globals['_LOADREQUEST']._serialized_start=1284
-  _globals['_LOADREQUEST']._serialized_end=1542
-  _globals['_LOADPROGRESS']._serialized_start=1544
-  _globals['_LOADPROGRESS']._serialized_end=1601
-  _globals['_LOADRESPONSE']._serialized_start=1604
-  _globals['_LOADRESPONSE']._serialized_end=1740
-  _globals['_WORKERSERVICE']._serialized_start=1743
-  _globals['_WORKERSERVICE']._serialized_end=2093
+  _globals['_LOADTARGET']._serialized_end=811
+  _globals['_LOADDRAFT']._serialized_start=814
+  _globals['_LOADDRAFT']._serialized_end=1198
+  _globals['_LOADDRAFTER']._serialized_start=1200
+  _globals['_LOADDRAFTER']._serialized_end=1278
+  _globals['_HOLDER']._serialized_start=1280
+  _globals['_HOLDER']._serialized_end=1321
+  _globals['_LOADREQUEST']._serialized_start=1324
+  _globals['_LOADREQUEST']._serialized_end=1582
+  _globals['_LOADPROGRESS']._serialized_start=1584
+  _globals['_LOADPROGRESS']._serialized_end=1641
+  _globals['_LOADRESPONSE']._serialized_start=1644
+  _globals['_LOADRESPONSE']._serialized_end=1780
+  _globals['_WORKERSERVICE']._serialized_start=1783
+  _globals['_WORKERSERVICE']._serialized_end=2133
 # @@protoc_insertion_point(module_scope)

@@ -31,7 +31,7 @@ class FeatureCapture(_message.Message):
     def __init__(self, draft_path: _Optional[str] = ..., transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ...) -> None: ...
 
 class LoadTarget(_message.Message):
-    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype", "quantization", "rope_scaling", "host_experts")
+    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype", "quantization", "rope_scaling", "host_experts", "exact_rows")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class LoadTarget(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     ROPE_SCALING_FIELD_NUMBER: _ClassVar[int]
     HOST_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_ROWS_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     layers: _model_pb2.LayerRange
     dtype: _tensor_pb2.Dtype
@@ -48,7 +49,8 @@ class LoadTarget(_message.Message):
     quantization: _model_pb2.Quantization
     rope_scaling: str
     host_experts: float
-    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., host_experts: _Optional[float] = ...) -> None: ...
+    exact_rows: int
+    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., host_experts: _Optional[float] = ..., exact_rows: _Optional[int] = ...) -> None: ...
 
 class LoadDraft(_message.Message):
     __slots__ = ("draft_path", "model_path", "head_place", "feature_transport", "dtype", "quantization", "target_quantization")
