@@ -1,14 +1,13 @@
 """One local worker as a child process: spawned, awaited, watched and stopped by one class.
 
-It owns the process, its scratch directory (socket and log) and the pipe that ends the child when this process is gone,
-in whatever way. It knows nothing of models.
+It owns the process, its scratch directory (socket and log) and the lifeline that ends the child when this process is
+gone, in whatever way. It knows nothing of models.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -18,8 +17,10 @@ from typing import Any
 from services.addresses import socket_path
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.processes.launch import DEFAULT_COMMAND, DEFAULT_LAUNCH, Launch
+from services.processes.lifeline import Lifeline
 from services.processes.scratch import Scratch
 from services.processes.worker_log import REFUSAL, WorkerLog, parse_line
+from services.same_host.process import ending_code
 
 READY_TIMEOUT_S = 120.0
 """How long a worker may take from its start until it listens."""
@@ -29,6 +30,9 @@ STOP_GRACE_S = 2.0
 
 KILL_GRACE_S = 2.0
 """How long a killed worker is waited for."""
+
+_LOOK_S = 0.001
+"""Between two looks at how a worker ends that is known to end."""
 
 
 class WorkerFailed(Unavailable):
@@ -74,7 +78,8 @@ class WorkerProcess:
         self._listen = listen
         self._scratch: Scratch | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._lifeline: int | None = None
+        self._lifeline: Lifeline | None = None
+        self._cut: asyncio.Task[None]
         self._log: WorkerLog
         self._following: asyncio.Task[None] | None = None
         self._stopping = False
@@ -96,7 +101,8 @@ class WorkerProcess:
         """
         self._scratch = Scratch()
         self._log = WorkerLog(self.directory / "worker.log")
-        child_end, self._lifeline = os.pipe()
+        self._lifeline = Lifeline()
+        child_end = self._lifeline.child_end
         arguments = [
             *self._launch.command(self.device),
             *("--listen", self.address, "--lifeline-fd", str(child_end), "--scratch", str(self.directory)),
@@ -115,15 +121,16 @@ class WorkerProcess:
                     start_new_session=True,
                 )
         finally:
-            os.close(child_end)
+            self._lifeline.handed_over()
+        self._cut = asyncio.ensure_future(self._lifeline.cut())
         self._log.worker = f"{self.device} (process {self.process_id})"
         self._following = asyncio.ensure_future(self._log.follow())
         await self._wait_until_listening()
 
     async def died(self) -> WorkerFailed:
-        """Wait for the process to end without having been stopped, and return the error that says how it ended."""
-        assert self._process is not None
-        code = await self._process.wait()
+        """Wait for the process to end without having been stopped, and return the error that says how it ended. Its
+        memory may not be free by then."""
+        code = await self._exit_code()
         while self._stopping:
             await asyncio.sleep(3600)
         return self._death(code)
@@ -136,7 +143,10 @@ class WorkerProcess:
         """End the process and remove its scratch directory. Safe to call twice and at any moment."""
         self._stopping = True
         if self._lifeline is not None:
-            os.close(self._lifeline)
+            if self._process is not None:
+                self._cut.cancel()
+                await asyncio.wait([self._cut])
+            self._lifeline.close()
             self._lifeline = None
         process = self._process
         if process is not None and process.returncode is None:
@@ -165,6 +175,21 @@ class WorkerProcess:
         """The worker's scratch directory."""
         assert self._scratch is not None, "start() comes first"
         return self._scratch.path
+
+    async def _exit_code(self) -> int:
+        """Wait for the process to end, and return its exit code, of one that is killed minus the signal."""
+        process = self._process
+        assert process is not None
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            await asyncio.wait([ended, self._cut], return_when=asyncio.FIRST_COMPLETED)
+            while not (ended.done() or self._stopping):
+                if (code := ending_code(process.pid)) is not None:
+                    return code
+                await asyncio.sleep(_LOOK_S)
+            return await ended
+        finally:
+            ended.cancel()
 
     async def _wait_until_listening(self) -> None:
         assert self._process is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _USER_TICKS, _SYSTEM_TICKS, _STARTED = 0, 11, 12, 19
+_STATE, _USER_TICKS, _SYSTEM_TICKS, _STARTED, _EXIT_STATUS = 0, 11, 12, 19, 49
 """Places in /proc/PID/stat, counted from behind the program's name."""
 
 
@@ -56,6 +56,15 @@ def state_of(process: ProcessId) -> ProcessState | None:
         fields = _stat(process.process_id)
         if process.boot_id and process.boot_id == _boot_id() and int(fields[_STARTED]) == process.started_ticks:
             return ProcessState(fields[_STATE], int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]))
+    return None
+
+
+def ending_code(process_id: int) -> int | None:
+    """Return the exit code of a process of the same user while the system still frees what it had, as `subprocess` has
+    it: of one that is killed minus the signal. None where it cannot be told, and for 0, which those that run have too.
+    """
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return os.waitstatus_to_exitcode(int(_stat(process_id)[_EXIT_STATUS])) or None
     return None
 
 
