@@ -417,9 +417,13 @@ class LastStageDeviceSession(DeviceSession):
     def _tell(self, arrived_ns: int, step: ComputedStep, *, together: bool = False) -> None:
         """Decide a step, and tell of it. together: it came with those of other sessions, and is answered with them."""
         self._together = together
-        forward, outcome = step.forward, self.decide(step)
+        forward, kept = step.forward, self._sent()
+        if kept is not None and forward.kind is StepKind.PREFILL:
+            # A session that was closed as they were computed may be taken up behind them: nothing is chosen there.
+            kept.add_tokens(forward.base_position, forward.token_ids)
+        outcome = self.decide(step)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
-        if (kept := self._sent()) is not None:
+        if kept is not None:
             kept.add_tokens(forward.base_position, forward.token_ids[:rows])
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
         draft, features = self.draft, outcome.features.rows(rows)

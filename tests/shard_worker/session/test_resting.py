@@ -184,6 +184,34 @@ async def test_a_stage_that_is_lost_while_another_one_computes(name: str, make_c
     assert computed(chain)[0] - before <= 5
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_a_stage_that_is_lost_while_the_last_one_computes_a_chunk(name: str, make_chain: MakeChain) -> None:
+    """The chunk of the prompt that was on the device is held by the last stage too."""
+    chain = make_chain(name, (2,))
+    async with chain.session() as undisturbed:
+        expected = await go_on(undisturbed, PROMPT, 4)
+    began, goes_on = threading.Event(), threading.Event()
+
+    def hold(state: StageState) -> None:
+        if state.length == CHUNK and not began.is_set():
+            began.set()
+            assert goes_on.wait(20)
+
+    watch(chain.roles[1], before_step=hold)
+    try:
+        async with chain.session(rest=rest()) as client:
+            await client.step(StepKind.PREFILL, PROMPT[:CHUNK])
+            stepping = asyncio.ensure_future(client.step(StepKind.PREFILL, PROMPT[CHUNK : 2 * CHUNK]))
+            assert await asyncio.to_thread(began.wait, 20)
+            await lose(chain, client, 0)
+            stepping.cancel()
+    finally:
+        goes_on.set()
+    async with chain.session(rest=rest(PROMPT)) as client:
+        assert held(client) == [0, 2 * CHUNK]
+        assert await go_on(client, PROMPT, 4) == expected
+
+
 async def test_it_rests_for_its_time_alone(make_chain: MakeChain) -> None:
     chain = make_chain("qwen3", (2,))
     known = await lost_behind(chain, rest_ms=1)
