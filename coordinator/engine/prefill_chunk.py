@@ -14,9 +14,11 @@ GPU_ROWS, LEAST_ROWS = 1024, 128
 """On a GPU, steps of fewer rows wait for the host that launches them: 4096 tokens of the 8B shape take 188 ms in chunks
 of 512, 119 in chunks of 1024, 114 of 2048 (H200)."""
 
-MIXTURE_ROWS = 2048
+MIXTURE_ROWS, LONE_MIXTURE_ROWS = 2048, 4096
 """A mixture's layers are more launches, and a chunk reads the weights of all experts: 4096 tokens of the 30B-A3B shape
-take 175 ms in chunks of 1024, 100 of 2048, 96 of 4096 (H200)."""
+take 175 ms in chunks of 1024, 104 to 134 of 2048, as fast as the host launches them, and 101 of 4096 (H200). The longer
+ones are for a model on one worker, as several work on several chunks at once, and where no other answer waits for their
+end."""
 
 JOINING_ROWS = 64
 """Rows of a prompt that join a step of other answers' single rows: beside 64 of these they make it 0.7 ms longer on a
@@ -43,7 +45,9 @@ def chunk_for(workers: Sequence[WorkerDescription]) -> int:
     hidden = max(target.hidden_size for target in targets)
     room = min(device.total_bytes for device in devices) * SHARE
     mixture = any(target.is_mixture for target in targets)
-    rows, row_bytes = (MIXTURE_ROWS, BYTES_PER_ROW_OF_EXPERTS) if mixture else (GPU_ROWS, BYTES_PER_ROW)
+    rows, row_bytes = GPU_ROWS, BYTES_PER_ROW
+    if mixture:
+        rows, row_bytes = LONE_MIXTURE_ROWS if len(workers) == 1 else MIXTURE_ROWS, BYTES_PER_ROW_OF_EXPERTS
     while rows > LEAST_ROWS and rows * hidden * row_bytes > room:
         rows //= 2
     return rows
@@ -54,5 +58,5 @@ def chunk_beside_others(workers: Sequence[WorkerDescription], prompt_tokens: int
     that length join their steps. drafts: whether draft tokens are verified there."""
     targets = [worker.target for worker in workers if worker.target is not None]
     joins = all(target.step_engine is not StepEngine.TORCH for target in targets)
-    rows, joining = chunk_for(workers), JOINING_ROWS_OF_BLOCKS if drafts else JOINING_ROWS
+    rows, joining = min(chunk_for(workers), MIXTURE_ROWS), JOINING_ROWS_OF_BLOCKS if drafts else JOINING_ROWS
     return min(rows, joining) if joins and prompt_tokens <= LONGEST_JOINING else rows

@@ -43,8 +43,10 @@ def test_mixtures_take_more_rows_where_a_gpu_has_room() -> None:
         assert one.target is not None
         return replace(one, target=replace(one.target, is_mixture=True))
 
-    assert chunk_for([mixture(("cuda:0", 141 * GB))]) == 2048
+    assert chunk_for([mixture(("cuda:0", 141 * GB))]) == 4096
+    assert chunk_for([mixture(("cuda:0", 141 * GB))] * 2) == 2048
     assert chunk_for([mixture(("cuda:0", 8 * GB))]) == 1024
+    assert chunk_beside_others([mixture(("cuda:0", 141 * GB))], 9000, drafts=False) == 2048
     assert chunk_for([mixture(("cuda:0", 141 * GB)), mixture(("cpu", 64 * GB))]) == 512
 
 
