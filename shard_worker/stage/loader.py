@@ -102,7 +102,7 @@ class HeldWeights:
     def has_products_of(self, stage: Stage) -> bool:
         """Return whether all matrices that a stage multiplies with are these."""
         return (stage.head is None or stage.head is self.head) and all(
-            (layer, segment.device.torch_device) in self.layers
+            segment.per_layer is None and (layer, segment.device.torch_device) in self.layers
             for segment in stage.segments
             for layer in range(segment.layers.first, segment.layers.last)
         )
