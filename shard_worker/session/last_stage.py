@@ -423,7 +423,7 @@ class LastStageDeviceSession(DeviceSession):
             kept.add_tokens(forward.base_position, forward.token_ids)
         outcome = self.decide(step)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
-        if kept is not None:
+        if kept is not None and forward.kind is not StepKind.PREFILL:
             kept.add_tokens(forward.base_position, forward.token_ids[:rows])
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
         draft, features = self.draft, outcome.features.rows(rows)
