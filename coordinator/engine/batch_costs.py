@@ -6,6 +6,7 @@ and knows of each answer how many draft tokens its steps verify and how many tok
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,9 +29,12 @@ KNOWN_STEPS = 8
 """First verify steps of answers behind which it is known how often draft tokens of a new one will be accepted, in all
 likelihood."""
 
+CONTEXT_FORGETTING = 0.9
+"""By how much what was seen before counts less with each context that a draft model has read."""
+
 FIRST_BLOCKS, KNOWN_BLOCKS = 8, 4
-"""Blocks of an answer that are told apart by how many came before them, and answers that tell enough of one: texts of
-one kind often begin alike, and then less and less of a block is accepted."""
+"""Blocks of an answer that are told apart by how many came before them, and answers that tell enough of one, or of
+prompts of about one length: texts of one kind often begin alike, and then less and less of a block is accepted."""
 
 PROBE_STEPS = 4
 """Steps of all sessions in which plain decode of about so many is measured."""
@@ -109,6 +113,46 @@ class Survival:
             self._reached[place] += 1
             weight = max(SLOW_SMOOTHING, 1 / self._reached[place])
             self.shares[place] += weight * ((place < accepted) - self.shares[place])
+
+
+class Beginnings:
+    """How often draft tokens of answers' first blocks were accepted, of all answers and of those to prompts of about
+    the same length: who sends long prompts mostly wants something else done than who sends short ones."""
+
+    def __init__(self) -> None:
+        self._all = Survival()
+        self._steps = 0
+        self._by_length: dict[int, Survival] = {}
+        self._answers: Counter[int] = Counter()
+
+    @staticmethod
+    def _class_of(prompt_tokens: int) -> int:
+        """Return which lengths are about the same: each class goes up to four times the one before. 0 for lengths that
+        tell nothing."""
+        return prompt_tokens.bit_length() // 2
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough answers were decoded to tell how another one's draft tokens will be accepted."""
+        return self._steps >= KNOWN_STEPS
+
+    def observe(self, prompt_tokens: int, draft_tokens: int, accepted: int, *, is_first: bool) -> None:
+        """Record one of the first blocks of an answer to a prompt of so many tokens, or the very first one."""
+        of = self._class_of(prompt_tokens)
+        self._steps += 1
+        self._answers[of] += is_first
+        for survival in (self._all, self._by_length.setdefault(of, Survival())):
+            survival.observe(draft_tokens, accepted)
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """How often each draft token is accepted behind those before it."""
+        return self._all.shares
+
+    def shares_of(self, prompt_tokens: int) -> Sequence[float]:
+        """Return the same for answers to such prompts; none where too few of them were decoded."""
+        of = self._class_of(prompt_tokens)
+        return self._by_length[of].shares if of and self._answers[of] >= KNOWN_BLOCKS else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +270,15 @@ class BatchCosts:
         """Whether drafting pays for those together that are decoded now."""
         self._prices: _Prices | None = None
         """For about so many sessions as there are now; None where they are to be looked for again."""
-        self._looked_at = self._observed = self._beginnings = 0
+        self._looked_at = self._observed = 0
         self._plain_steps = self._plain_seen = self._plain_answers = 0
         """How many steps told of batches without draft tokens since that was due last, when the last one did, as of
         `_observed`, and for how many answers that was due at first."""
-        self._beginning = Survival()
+        self.beginnings = Beginnings()
+        """Those that go on to draft are the ones whose draft tokens are accepted, so that all steps together would
+        promise too much of an answer that begins."""
+        self._context_s = self._context_rows = 0.0
+        """How long draft models took to read contexts, and of how many rows, those before counting less and less."""
         self._blocks: list[Survival] = []
         self._block_counts: list[int] = []
         """How often draft tokens were accepted in the first block of each answer, in the second and so on, and how many
@@ -253,11 +301,6 @@ class BatchCosts:
     def count(self) -> int:
         """How many answers are decoded now, or will be soon."""
         return len(self._now)
-
-    @property
-    def knows_survival(self) -> bool:
-        """Whether enough answers were decoded to tell how another one's draft tokens will be accepted."""
-        return self._beginnings >= KNOWN_STEPS
 
     @property
     def _plain_sessions(self) -> float:
@@ -348,18 +391,24 @@ class BatchCosts:
         self._block_counts[number] += 1
         self._blocks[number].observe(draft_tokens, accepted)
 
-    @property
-    def beginning(self) -> Sequence[float]:
-        """How often each draft token is accepted behind those before it in the first verify steps of answers. Those
-        that go on to draft are the ones whose draft tokens are accepted, so that all steps together would promise too
-        much of an answer that begins."""
-        return self._beginning.shares
+    def observe_context(self, rows: int, block_rows: int, seconds: float) -> float:
+        """Record how long the draft model took to read so many rows that it had not read before, and to make a block of
+        `block_rows` behind them. Return how much of that was reading, 0 where that is not known."""
+        block_seconds = self._blocks_of_draft.predicted(1.0, float(block_rows))
+        if not block_seconds:
+            return 0.0
+        # Of few rows it may seem to be less than nothing, which with others evens out.
+        self._context_s = CONTEXT_FORGETTING * self._context_s + seconds - block_seconds
+        self._context_rows = CONTEXT_FORGETTING * self._context_rows + rows
+        return max(0.0, seconds - block_seconds)
 
-    def observe_acceptance(self, draft_tokens: int, accepted: int, *, begins: bool) -> None:
-        """Record how many of a step's draft tokens were accepted. begins: it is one of its answer's first ones."""
-        if begins:
-            self._beginnings += 1
-            self._beginning.observe(draft_tokens, accepted)
+    def context_tokens(self, rows: int) -> float:
+        """Return how many plain steps of an answer that is decoded alone the draft model takes to read so many rows; 0
+        where nothing tells that."""
+        prices = self._prices_of([0])
+        if prices is None or self.shared or not self._context_rows:
+            return 0.0
+        return max(0.0, self._context_s) / self._context_rows * rows / prices.seconds[0]
 
     @property
     def ease_variance(self) -> float:

@@ -128,6 +128,8 @@ class ChainAttempt:
         self._step = self._length = 0
         self._steers = cluster.workers[0].takes_step_limits
         """Whether what follows by itself can be changed meanwhile."""
+        self._spares = all(worker.spares_blocks for worker in cluster.workers)
+        """Whether a block may be asked for that is made only where enough of the step's own is accepted."""
         # How many steps the workers go on with by themselves, and how many draft tokens each of them proposes.
         self._following = self._proposing = 0
         self._last_step = -1
@@ -138,6 +140,8 @@ class ChainAttempt:
         """What the draft model proposes for the next step."""
         self._step_s = math.inf
         """How long the last decode step took."""
+        self._reading_ns = 0
+        """How long of that the draft model took to read the prompt."""
         self._promised, self._unpromising = False, 0
         """Whether draft tokens that are looked up were worth it at all, and how many tokens came since the last one
         behind which they were."""
@@ -239,6 +243,7 @@ class ChainAttempt:
             return
         # Where the whole prompt was restored there is nothing to compute: its logits give the first token.
         chunk, speculation = self._chunk, state.speculation
+        speculation.unread = len(prompt) - self._length
         if self._request.prefill_chunk is None and speculation.costs.shared:
             drafts = speculation.block_size > 1
             chunk = chunk_beside_others(self._cluster.workers, len(prompt), drafts=drafts)
@@ -341,7 +346,11 @@ class ChainAttempt:
             sent_ns = time.monotonic_ns()
             more = 0 if looked_up else self._more(len(draft_tokens), propose)
             self._last_step = self._step + more
-            await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
+            spares = self._spares and propose and draft_tokens and not looked_up and not more
+            least = state.speculation.least_accepted(len(draft_tokens)) if spares else 0
+            await session.forward(
+                Forward(self._step, self._length, rows, kind, propose, more=more, least_accepted=least)
+            )
         self._step += 1
         commit = await self._commit(events)
         stages = split_time(commit, time.monotonic_ns() - sent_ns)
@@ -356,20 +365,22 @@ class ChainAttempt:
         state.accepted += accepted_here
         state.accepted_lookups += accepted_here if looked_up else 0
         yield piece
-        drafted_ns = state.times.draft_ns
+        drafted_ns, self._reading_ns = state.times.draft_ns, 0
         if state.finish_reason is None:
             self._draft_tokens = await self._proposal(events, propose)
         elapsed_ns = time.monotonic_ns() - sent_ns
         self._step_s = max(1e-9, elapsed_ns / 1e9)
         drafted_ns = state.times.draft_ns - drafted_ns
+        # A prompt is read once, and not with every block.
+        block_ns = drafted_ns - self._reading_ns
         state.speculation.observe(
             len(draft_tokens),
             accepted,
-            elapsed_ns / 1e9,
-            batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None,
+            (elapsed_ns - self._reading_ns) / 1e9,
+            batch_taken(commit, block_ns) if state.speculation.costs.shared else None,
             looked_up=bool(looked_up),
             # Of steps that follow by themselves several may come at once, after times that say nothing of their parts.
-            block_share=block_share(commit, drafted_ns),
+            block_share=block_share(commit, block_ns),
             block_rows=1 + propose if propose else 0,
         )
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns, looked_up=bool(looked_up))
@@ -516,6 +527,9 @@ class ChainAttempt:
         if not isinstance(event, Proposal):
             raise InternalError(f"stage 0 answered {type(event).__name__} where a proposal was due")
         self._state.times.draft_ns += event.elapsed_ns
+        speculation = self._state.speculation
+        if speculation.unread and event.token_ids:
+            self._reading_ns = int(1e9 * speculation.observe_first_block(len(event.token_ids), event.elapsed_ns / 1e9))
         return event.token_ids
 
     async def _next(self, events: AsyncIterator[Event]) -> Event:

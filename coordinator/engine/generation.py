@@ -164,7 +164,9 @@ class Generation:
         asked = self._request.speculate and self._draft_tokens != 0
         draft = self._cluster.draft if asked else None
         if draft is not None:
-            self._state.speculation = Speculation(draft.block_size, self._costs, self._draft_tokens)
+            self._state.speculation = Speculation(
+                draft.block_size, self._costs, self._draft_tokens, len(self._request.prompt_ids)
+            )
         else:
             # Its prompt comes in short chunks beside others, and what is looked up costs rows as well.
             self._state.speculation = Speculation(1, self._costs)

@@ -7,8 +7,8 @@ over all requests (`batch_costs`). The arm that promises most is taken. What is 
 that comes, so that only the draft model must be tried to be known. It is tried as a conservative bandit tries (Wu,
 Shariff, Lattimore and Szepesvari, "Conservative Bandits", 2016): plain decode is the arm that may always be taken, and
 while it promises most, another one is tried when the tokens that all of them have lost so far, and one more may lose,
-are few and a small share of what the answer has. So an answer never loses more by its draft than these, however poor
-it is; what a draft wins pays for what it loses, so that bad luck does not end a good one.
+are few, and a small share of those that plain decode would have brought. So an answer never loses more by its draft
+than these, however poor it is; what a draft wins pays for what it loses, so that bad luck does not end a good one.
 
 Nothing is drawn by chance: the same measurements give the same choices. They never change which tokens come out, only
 when they do.
@@ -16,6 +16,9 @@ when they do.
 
 from __future__ import annotations
 
+import bisect
+import copy
+import functools
 import itertools
 import math
 from collections import Counter, deque
@@ -38,7 +41,7 @@ BEGINNING_STEPS = 4
 SURE_TOKENS_PER_STEP = 4.0
 """With so many tokens a verify step, speculation pays in any case: a verify never costs that many plain steps."""
 
-LOOKUP_GAIN = 1.25
+LOOKUP_GAIN = 1.1
 """How many times as many tokens must be expected of draft tokens that were looked up as of the draft model's."""
 
 TRIED_TOKENS_PER_STEP = 2.0
@@ -48,7 +51,8 @@ PLAIN_PROBES, VERIFY_PROBES = 2, 4
 """How many steps measure plain decode, and how many blocks a try has before it is chosen anew."""
 
 TRIED_SHARE = 0.01
-"""The share of an answer's tokens that may be lost by drafting while plain decode promises more."""
+"""How many tokens for each step of an answer may be lost by drafting while plain decode promises more. Not for each
+token: a step that verifies what was looked up takes little longer than a plain one, however many it brings."""
 
 TRIED_TOKENS, CREDIT_TOKENS = 3.0, 12.0
 """How many tokens more than that share may be lost, and how many of those that drafting won count for later losses: a
@@ -89,8 +93,9 @@ class Speculation:
 
     block_size: rows of the draft model's block, one known token and the draft tokens; 1 switches it off. costs: what
     draft tokens cost, measured with the other requests. fixed: how many of the draft model's tokens each step verifies
-    whatever is measured, None to choose. offered: draft tokens that were verified; looked_up: those of them that were
-    looked up in the text. produced_by_verify: tokens that verify steps produced. draft_lost: whether the draft was
+    whatever is measured, None to choose. prompt_tokens: of the request. unread: those of the prompt that the draft
+    model reads before it makes the first block. offered: draft tokens that were verified; looked_up: those of them that
+    were looked up in the text. produced_by_verify: tokens that verify steps produced. draft_lost: whether the draft was
     lost, before the answer began or on its way. notes: what the request's figures say about it. draft_steps,
     lookup_steps: how many steps verified so many of the draft model's tokens, and so many that were looked up.
     """
@@ -98,6 +103,8 @@ class Speculation:
     block_size: int
     costs: BatchCosts = field(default_factory=BatchCosts)
     fixed: int | None = None
+    prompt_tokens: int = 0
+    unread: int = 0
     steps: int = 0
     offered: int = 0
     looked_up: int = 0
@@ -111,13 +118,13 @@ class Speculation:
     """Verify steps with the draft model's tokens."""
     _acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     _current: int = 0
-    _produced: int = 0
-    """Tokens of all steps."""
     _lost: float = 0.0
     """How many more of them plain steps would have come to in the time of those that verified the draft model's
     tokens."""
     _tried_tokens: float = TRIED_TOKENS
     """How many tokens more than their share may be lost."""
+    _begins_poorly: bool = False
+    """Whether plain decode promised more from the start, by how drafts behind prompts like this one began."""
     _tries: int = 0
     """Blocks of the try that goes on."""
     _rests_among: int = 0
@@ -186,6 +193,27 @@ class Speculation:
         """Whether the next step is one that tries the draft at the end of a pause."""
         return bool(self._planned) and self._planned[0] > 0
 
+    def least_accepted(self, draft_tokens: int) -> int:
+        """Return how many of the next step's draft tokens, which are the draft model's, must be accepted for another
+        block to be verified behind it, as far as that can be foreseen; 0 where one is in any case, or others are
+        decoded too, whose steps change what blocks cost."""
+        if self._is_settled or self.costs.shared:
+            return 0
+        return bisect.bisect_left(
+            range(draft_tokens + 1), True, key=lambda accepted: self._drafts_behind(draft_tokens, accepted)
+        )
+
+    def _drafts_behind(self, draft_tokens: int, accepted: int) -> bool:
+        """Return whether a block would be verified behind a step of which so many draft tokens are accepted."""
+        behind = copy.copy(self)
+        behind._acceptance, behind._planned = copy.deepcopy(self._acceptance), self._planned.copy()
+        behind.notes = []
+        behind.steps += 1
+        behind._drafted_steps += 1
+        behind._take_in(draft_tokens, accepted)
+        behind._choose()
+        return behind.draft_tokens() > 0
+
     def looked_up_tokens(self, survival: Sequence[float]) -> int:
         """Return how many draft tokens that were looked up the next step should verify in place of the draft model's; 0
         where those are worth more, or none are worth it.
@@ -212,6 +240,17 @@ class Speculation:
         up. survival: how likely each of them is right where those before it are."""
         own = self.draft_tokens()
         return bool(own) and self.costs.pays_to_propose(math.prod(survival), self._expected(own), own)
+
+    def observe_first_block(self, draft_tokens: int, seconds: float) -> float:
+        """Record how long the draft model took to read what it had not read of the prompt, and to make its first block.
+        Return how much of that was reading; 0 where it is not known, or others' steps may have come between.
+        """
+        rows, self.unread = self.unread, 0
+        if self.costs.shared:
+            return 0.0
+        reading = self.costs.observe_context(rows, draft_tokens + 1, seconds)
+        self._lost += self.costs.context_tokens(rows)
+        return reading
 
     def leave(self) -> None:
         """Say that the request is not decoded any more."""
@@ -249,7 +288,6 @@ class Speculation:
         was asked for none.
         """
         self.steps += 1
-        self._produced += accepted + 1
         if draft_tokens:
             self.verify_steps += 1
             self.offered += draft_tokens
@@ -267,9 +305,19 @@ class Speculation:
         if draft_tokens:
             self.costs.observe_block(self._drafted_steps, draft_tokens, accepted)
             self._drafted_steps += 1
-            begins = self._drafted_steps <= BEGINNING_STEPS
-            self.costs.observe_acceptance(draft_tokens, accepted, begins=begins)
-            self._acceptance.observe(draft_tokens, accepted, begins=begins)
+            if self._begins:
+                self.costs.beginnings.observe(
+                    self.prompt_tokens, draft_tokens, accepted, is_first=self._drafted_steps == 1
+                )
+        self._take_in(draft_tokens, accepted)
+        self._hope()
+        self._choose()
+
+    def _take_in(self, draft_tokens: int, accepted: int) -> None:
+        """Take a step with so many of the draft model's tokens, of which so many were accepted, into what is known of
+        this answer, and off the steps that are planned."""
+        if draft_tokens:
+            self._acceptance.observe(draft_tokens, accepted, begins=self._begins)
             self._count_loss(draft_tokens, accepted + 1)
             others = self.costs.survival_of_block(self._drafted_steps) if self.costs.shared else None
             if others is not None:
@@ -281,7 +329,6 @@ class Speculation:
             self._planned.popleft()
             if draft_tokens:
                 self._judge_try(draft_tokens)
-        self._choose()
 
     def _count_loss(self, draft_tokens: int, produced: int) -> None:
         """Count what a step with the draft model's tokens lost, or how much of that it won back."""
@@ -298,13 +345,14 @@ class Speculation:
     def _left_to_lose(self) -> float:
         """How many tokens may be lost by drafting from now on, though plain decode promises more."""
         if self.costs.shared:
-            return TRIED_SHARE / RESTS_AMONG_OTHERS * self._produced - self._lost
-        return self._tried_tokens + TRIED_SHARE * self._produced - self._lost
+            return TRIED_SHARE / RESTS_AMONG_OTHERS * self.steps - self._lost
+        return self._tried_tokens + TRIED_SHARE * self.steps - self._lost
 
     def _risk(self, draft_tokens: int) -> float:
         """Return how many tokens a step with so many draft tokens loses at most."""
         least = self.costs.least_tokens(draft_tokens, self._lengths)
-        return draft_tokens if least is None else max(0.0, least - 1)
+        lost = draft_tokens if least is None else max(0.0, least - 1)
+        return lost + self.costs.context_tokens(self.unread)
 
     def _judge_try(self, draft_tokens: int) -> None:
         """Go on to try the draft while there is something left to lose by it, and rest again where there is not."""
@@ -317,27 +365,44 @@ class Speculation:
             self._planned.extend([draft_tokens, 0])
 
     def _take_prior(self) -> None:
-        """Take how the drafts of others began for what this one's does. Where they are decoded too, choose before the
-        first step: a block that is too long is everybody's then."""
-        if self._is_settled or not self.costs.knows_survival:
+        """Take how the drafts of others began for what this one's does: of all others, or of those to prompts of about
+        the same length, where drafting did not pay for these. Then, or where others are decoded too, choose before the
+        first step: a block is known to be of no use, or one that is too long is everybody's."""
+        costs = self.costs
+        if self._is_settled or not costs.beginnings.is_known:
             return
-        costs, blocks, first, lasting = self.costs, PRIOR_BLOCKS, self.costs.beginning, 0.0
+        begun = functools.partial(Acceptance, self.block_size - 1, ease_variance=costs.ease_variance)
         if costs.shared:
-            blocks = lasting = costs.likeness
-            first = costs.survival_of_block(0) or first
-        self._acceptance = Acceptance(self.block_size - 1, first, blocks, costs.ease_variance, lasting)
-        values = self.costs.values([self._expected(length) for length in self._lengths], self._lengths)
-        is_poor = values is not None and max(values) <= values[0] * HYSTERESIS
-        self._tried_tokens = TRIED_TOKENS_OF_POOR if is_poor else TRIED_TOKENS_OF_KNOWN
+            first = costs.survival_of_block(0) or costs.beginnings.shares
+            self._acceptance = begun(first, costs.likeness, lasting=costs.likeness)
+        else:
+            self._acceptance = begun(costs.beginnings.shares, PRIOR_BLOCKS)
+            alike = costs.beginnings.shares_of(self.prompt_tokens)
+            if alike and not self._promises(begun(alike, PRIOR_BLOCKS)):
+                self._acceptance, self._begins_poorly = begun(alike, PRIOR_BLOCKS), True
+        promises = self._promises(self._acceptance)
+        self._tried_tokens = TRIED_TOKENS_OF_KNOWN if promises else TRIED_TOKENS_OF_POOR
+        self._hope()
         self._choose()
 
+    def _promises(self, acceptance: Acceptance) -> bool:
+        """Return whether blocks of which so many tokens are accepted promise more than plain decode, as far as it is
+        known what they cost."""
+        expected = [expected_tokens(acceptance.shares, length) for length in self._lengths]
+        values = self.costs.values(expected, self._lengths)
+        return values is None or max(values) > values[0] * HYSTERESIS
+
+    def _hope(self) -> None:
+        """Tell what this answer expects of the draft model, wherever it is about to choose."""
+        if self._is_choosing:
+            self.costs.hope(id(self), self._expected_by_length)
+
     def _choose(self) -> None:
-        if self._is_settled or self._planned or not self._is_warm:
+        if not self._is_choosing:
             return
         longest = self.block_size - 1
         lengths = self._lengths
         expected = self._expected_by_length
-        self.costs.hope(id(self), expected)
         values = self.costs.values([*expected.values()], lengths)
         if values is None:
             tokens = max(self._expected(longest), self.acceptance_length or 0.0)
@@ -380,6 +445,16 @@ class Speculation:
         self._note("plain decode, but for a block now and then: drafting cost more than it won")
 
     @property
+    def _begins(self) -> bool:
+        """Whether the last verify step was one of those that tell how answers begin."""
+        return self._drafted_steps <= BEGINNING_STEPS
+
+    @property
+    def _is_choosing(self) -> bool:
+        """Whether it is to be chosen now how many draft tokens the next step verifies."""
+        return not self._is_settled and not self._planned and self._is_warm
+
+    @property
     def _is_settled(self) -> bool:
         """Whether nothing is left to choose of the draft model's blocks."""
         return self.block_size == 1 or self.fixed is not None
@@ -387,7 +462,8 @@ class Speculation:
     @property
     def _is_warm(self) -> bool:
         """Whether it is known how often draft tokens are accepted."""
-        known = self.costs.knows_survival and (self.costs.shared or self._drafted_steps > 0)
+        is_told = self.costs.shared or self._begins_poorly or self._drafted_steps > 0
+        known = self.costs.beginnings.is_known and is_told
         return known or self._drafted_steps >= WARM_UP_STEPS
 
     @property

@@ -20,7 +20,7 @@ from services.model.quantization import Quantization
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
-PROTOCOL_MINOR = 5
+PROTOCOL_MINOR = 6
 """Counts additions that a process of an older one may ignore.
 
 1: steps of several sessions in one frame, lists of kept prefixes, and workers that say that they were told to stop.
@@ -28,11 +28,12 @@ PROTOCOL_MINOR = 5
 3: a session's state may rest where a stage behind it is lost.
 4: answers tell how many sessions of their batch asked for draft tokens.
 5: descriptions tell recurrent layers from others whose state serves no shorter prefix.
+6: draft tokens may be spared where few of a step's own are accepted.
 """
 
 
-STEP_LIMITS_SINCE = 2
-"""The minor version from which on a first stage takes a `StepLimit`."""
+STEP_LIMITS_SINCE, LEAST_ACCEPTED_SINCE = 2, 6
+"""The minor versions from which on a first stage takes a `StepLimit`, and stages pass on `Forward.least_accepted`."""
 
 
 class Role(StrEnum):
@@ -266,6 +267,11 @@ class WorkerDescription:
     def takes_step_limits(self) -> bool:
         """Whether a first stage there takes a `StepLimit`."""
         return self.protocol_minor >= STEP_LIMITS_SINCE
+
+    @property
+    def spares_blocks(self) -> bool:
+        """Whether stages there know of `Forward.least_accepted`."""
+        return self.protocol_minor >= LEAST_ACCEPTED_SINCE
 
 
 def check_protocol(theirs: tuple[int, int], who: str) -> None:

@@ -246,7 +246,7 @@ def fill_step(forward: Forward, message: stage_pb2.ForwardFromTokens | stage_pb2
     message.step, message.base_position = forward.step, forward.base_position
     message.token_ids.extend(forward.token_ids)
     message.kind, message.propose_tokens = _KINDS.number(forward.kind), forward.propose_tokens
-    message.more = forward.more
+    message.more, message.least_accepted = forward.more, forward.least_accepted
 
 
 def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
@@ -257,6 +257,7 @@ def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
         kind=_KINDS.value(message.kind, "kind"),
         propose_tokens=message.propose_tokens,
         more=message.more,
+        least_accepted=message.least_accepted,
     )
 
 
@@ -273,6 +274,7 @@ def forward_from_activation(
         activation=activation,
         features=_slices_from_message(message, features),
         more=message.more,
+        least_accepted=message.least_accepted,
     )
 
 

@@ -149,7 +149,8 @@ class Forward:
     step: counts up by one with each step. base_position: the first row's position, which equals the committed length.
     propose_tokens: how many draft tokens are wanted for the next step. activation: the residual stream, [rows, hidden];
     None for the first stage, which embeds `token_ids` itself. more: how many steps may follow without being sent, each
-    with the tokens that the one before produced, as `stage.proto` says.
+    with the tokens that the one before produced, as `stage.proto` says. least_accepted: where fewer of its own draft
+    tokens are accepted, those for the next step may be spared.
     """
 
     step: int
@@ -160,6 +161,7 @@ class Forward:
     activation: WireTensor | None = None
     features: tuple[FeatureSlice, ...] = ()
     more: int = 0
+    least_accepted: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -266,8 +268,8 @@ class Commit:
     many steps still follow by themselves. followed: whether the next one has begun already, through step lanes.
     prompt_logprobs: one for each token of the step that is part of the prompt, but for the prompt's first, where the
     session asked for them, else none. batch_sessions, batch_rows: of how many sessions and rows the last stage computed
-    the step's batch; 0 where it does not say. propose_tokens: how many draft tokens the step asked for.
-    batch_proposing: how many sessions of the batch asked for some.
+    the step's batch; 0 where it does not say. propose_tokens: how many draft tokens the step asked for,
+    0 where those were spared. batch_proposing: how many sessions of the batch asked for some.
     """
 
     step: int

@@ -221,6 +221,7 @@ class PassedStep:
     size_bytes: int
     propose_tokens: int
     more: int
+    least_accepted: int
     together: bool = False
 
     @classmethod
@@ -237,8 +238,14 @@ class PassedStep:
             passed.size_bytes,
             passed.propose_tokens,
             passed.more,
+            passed.least_accepted,
             together,
         )
+
+    def asked_for(self, commit: Commit) -> int:
+        """Return how many draft tokens come behind the step's answer. A last stage of a release that spares none may
+        not say how many it was asked for."""
+        return commit.propose_tokens if self.least_accepted else self.propose_tokens
 
     def timing(self) -> StageTiming:
         """Return where the step's time went on this stage; to be called when it is answered."""

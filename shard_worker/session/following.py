@@ -35,11 +35,17 @@ UNKNOWN_TOKEN = -1
 
 
 def check_more(step: Forward) -> None:
-    """Raise InvalidArgument for more following steps than MAX_MORE, or behind a step that produces no token."""
+    """Raise InvalidArgument for more following steps than MAX_MORE, or behind a step that produces no token, and where
+    draft tokens may be spared that a following step would verify."""
     if step.more > MAX_MORE or (step.more and step.kind is StepKind.PREFILL):
         raise InvalidArgument(
             f"more is {step.more} behind a {step.kind}; up to {MAX_MORE} steps may follow one that produces a token",
             field="more",
+        )
+    if step.more and step.least_accepted:
+        raise InvalidArgument(
+            f"least_accepted is {step.least_accepted} where {step.more} steps may follow; it is 0 there, or more is",
+            field="least_accepted",
         )
 
 

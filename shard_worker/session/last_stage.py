@@ -87,6 +87,13 @@ def draft_request(step: Forward, length: int, outcome: StepOutcome) -> DraftRequ
     return DraftRequest(step.step, length, outcome.token_ids[-1], step.propose_tokens)
 
 
+def without_unused(step: Forward, outcome: StepOutcome) -> Forward:
+    """Return a step that asks for no draft tokens where too few of its own were accepted for others to be verified;
+    not where the draft was set to work before that was known."""
+    is_unused = len(outcome.token_ids) <= step.least_accepted and outcome.issued is None
+    return replace(step, propose_tokens=0) if is_unused else step
+
+
 class LastStageSession(TargetSession):
     """The half on the event loop. draft: the session's draft, None where it has none, has lost it or is closed."""
 
@@ -422,6 +429,7 @@ class LastStageDeviceSession(DeviceSession):
             # A session that was closed as they were computed may be taken up behind them: nothing is chosen there.
             kept.add_tokens(forward.base_position, forward.token_ids)
         outcome = self.decide(step)
+        forward = without_unused(forward, outcome)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
         if kept is not None and forward.kind is not StepKind.PREFILL:
             kept.add_tokens(forward.base_position, forward.token_ids[:rows])

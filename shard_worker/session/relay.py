@@ -237,7 +237,7 @@ class RelaySession(TargetSession):
         if passed.kind is StepKind.VERIFY and not self._closed:
             self._length = max(self._length, commit.length)
             self.host.thread.queue_step(self._device.commit_and_prelaunch, commit.step, commit.length)
-        self._proposal_due = bool(passed.propose_tokens and commit.token_ids)
+        self._proposal_due = bool(passed.asked_for(commit) and commit.token_ids)
         self._all_together_answered.set()
         return self._device.answer_above(commit, passed)
 
@@ -507,7 +507,7 @@ class RelayDeviceSession(DeviceSession):
         followed = is_followed(passed.more, commit.length, commit.token_ids, self._request)
         more = passed.more if self._is_first and followed else 0
         timings = (passed.timing(), *commit.timings)
-        return replace(commit, timings=timings, more=more, propose_tokens=passed.propose_tokens)
+        return replace(commit, timings=timings, more=more, propose_tokens=passed.asked_for(commit))
 
     # --- expectations
 

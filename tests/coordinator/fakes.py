@@ -188,13 +188,13 @@ class ScriptedSession:
             (StageTiming(1000, 2000),) * len(self.stages),
             self._logprobs(self.opening["logprobs"], len(tokens)),
             prompt_logprobs=self._logprobs(self.opening["prompt_logprobs"], of_prompt),
-            propose_tokens=forward.propose_tokens,
+            propose_tokens=forward.propose_tokens if len(tokens) > forward.least_accepted else 0,
         )
         left = self.opening["max_length"] - length - 1
         followed = forward.more and tokens and tokens[-1] not in self.opening["stop_token_ids"] and left > 0
         self._events.put_nowait(replace(commit, more=forward.more if followed else 0))
         proposal: tuple[int, ...] = ()
-        if forward.propose_tokens:
+        if commit.propose_tokens:
             first = length + 1 - self.opening["prompt_length"]
             count = 0 if self.draft_lost else forward.propose_tokens
             proposal = tuple(self.script.proposal(first + index) for index in range(count))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.engine.acceptance import Acceptance
-from coordinator.engine.batch_costs import BatchCosts, BatchTaken, lengths_of
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, Beginnings, lengths_of
 from coordinator.engine.speculation import Speculation
 
 BLOCK = 16
@@ -140,13 +140,47 @@ def test_how_much_texts_differ_is_seen_by_their_first_blocks(
     costs, numbers = BatchCosts(), random.Random(1)
     for answer in range(80):
         chance = chances[answer % len(chances)]
-        acceptance = Acceptance(15, costs.beginning)
+        acceptance = Acceptance(15, costs.beginnings.shares)
         for _ in range(4):
             accepted = next((place for place in range(15) if numbers.random() >= chance), 15)
-            costs.observe_acceptance(15, accepted, begins=True)
+            costs.beginnings.observe(9, 15, accepted, is_first=True)
             acceptance.observe(15, accepted, begins=True)
         costs.observe_ease(acceptance.surplus, acceptance.information)
     assert least <= costs.ease_variance <= most
+
+
+def test_how_answers_begin_is_told_apart_by_how_long_their_prompts_are() -> None:
+    """Once four answers to prompts of about a length are known; all of them tell of the others."""
+    beginnings = Beginnings()
+    for answer in range(4):
+        assert not beginnings.shares_of(1000)
+        beginnings.observe(60, 15, 15, is_first=True)
+        beginnings.observe(900 + 100 * answer, 15, 0, is_first=True)
+        # Further blocks of an answer tell no more of others than its first one.
+        beginnings.observe(30, 15, 15, is_first=False)
+    assert beginnings.is_known
+    assert beginnings.shares_of(1000)[0] < 0.2
+    assert beginnings.shares_of(50)[0] > 0.8
+    assert not beginnings.shares_of(30)
+    assert 0.4 < beginnings.shares[0] < 0.8
+
+
+def test_what_reading_a_prompt_takes_is_told_from_what_a_block_does() -> None:
+    """Nothing is known before both were measured; then it grows with the prompt, in plain steps."""
+    costs = BatchCosts()
+    costs.join("answer")
+    assert costs.observe_context(1000, BLOCK, 0.015) == 0.0
+    costs.observe("answer", 0, BatchTaken(1, 0, 0.01))
+    costs.observe("answer", 15, BatchTaken(1, 15, 0.02, 1, 0.005, BLOCK))
+    assert costs.context_tokens(1000) == 0.0
+    assert costs.observe_context(1000, BLOCK, 0.015) == pytest.approx(0.01)
+    assert costs.context_tokens(1000) == pytest.approx(1.0)
+    assert costs.context_tokens(3000) == pytest.approx(3.0)
+    # A short one that took less than a block by chance.
+    assert costs.observe_context(10, BLOCK, 0.004) == 0.0
+    assert 0.8 < costs.context_tokens(1000) < 1.0
+    costs.join("another")
+    assert costs.context_tokens(1000) == 0.0
 
 
 def simulated_ms(chances: Sequence[float], first_blocks: Sequence[int], *, drafts: bool, clients: int = 16) -> float:

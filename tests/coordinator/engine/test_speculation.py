@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -216,6 +217,55 @@ def test_what_was_proposed_is_left_out_where_it_is_not_worth_its_cost() -> None:
         drive(speculation, 1, accept=0.0, plain_s=7.0, verify_s=17.4)
     assert speculation.is_trying
     assert (speculation.draft_tokens(), speculation.draft_tokens(verifying=True)) == (3, 0)
+
+
+def test_a_draft_that_is_no_good_for_such_prompts_is_not_asked_at_first() -> None:
+    """Long prompts for which nothing of it is ever right, among short ones for which all is. Reading one takes the
+    draft model longer than may be lost by a block that tries it, so that answers of some steps never ask it."""
+    costs, asked = BatchCosts(), Counter[int]()
+    for answer in range(40):
+        is_long = answer % 2 > 0
+        speculation = Speculation(16, costs, prompt_tokens=2000 if is_long else 40)
+        speculation.unread = speculation.prompt_tokens
+        for step in range(25):
+            length = speculation.draft_tokens()
+            if length and speculation.unread:
+                speculation.observe_first_block(15, 0.004 + speculation.unread * 5e-6)
+                asked[is_long] += answer >= 12
+                assert is_long or step == 0
+            # The draft is good enough for some plain steps to be measured.
+            accepted = 0 if is_long else min(length, 6)
+            share = 4.0 / STEP_MS[length] if length else 0.0
+            speculation.observe(
+                length, accepted, STEP_MS[length] / 1e3, block_share=share, block_rows=16 if length else 0
+            )
+        speculation.leave()
+    assert asked == Counter({False: 14})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_is_foreseen_behind_which_blocks_others_are_verified(seed: int) -> None:
+    """Whatever came before, in this answer and in others: where as many draft tokens are accepted as was said, or more,
+    a block follows, and otherwise none does. What steps take changes little of that. Nothing is changed by asking."""
+    costs, numbers, wrong, asked = BatchCosts(), random.Random(seed), 0, 0
+    for _ in range(6):
+        speculation, chance, produced = Speculation(16, costs), numbers.random(), 0
+        while produced < 150:
+            length, accepted = speculation.draft_tokens(), 0
+            while accepted < length and numbers.random() < chance:
+                accepted += 1
+            asks = length > 0 and not speculation.is_trying
+            least = speculation.least_accepted(length) if asks else 0
+            assert 0 <= least <= length + 1
+            assert not asks or speculation.least_accepted(length) == least
+            speculation.observe(length, accepted, STEP_MS[length] / 1e3)
+            produced += accepted + 1
+            if asks:
+                asked += 1
+                wrong += (speculation.draft_tokens() > 0) != (accepted >= least)
+        speculation.leave()
+    assert asked > 20
+    assert wrong <= asked / 20
 
 
 def test_plain_steps_that_took_long_by_chance_are_measured_again() -> None:

@@ -13,7 +13,8 @@ from coordinator.engine.chain_attempt import MOST_MORE_STEPS
 from coordinator.engine.generation import generate
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import KeepPolicy
-from tests.coordinator.fakes import Script, ScriptedCluster, byte_tokenizer, engine, request, says
+from services.messages.steps import StepKind
+from tests.coordinator.fakes import START, Script, ScriptedCluster, byte_tokenizer, engine, request, says
 
 TOKENIZER = byte_tokenizer()
 TEXT = says("".join(f"{number} ships, " for number in range(60)))
@@ -49,6 +50,20 @@ async def test_workers_of_a_release_before_are_sent_more_steps(block_size: int) 
     await answered(cluster, max_tokens=50, stop_strings=("30 ships",))
     session = cluster.session
     assert session.sent == len(session.limits) == len(session.forwards)
+
+
+@pytest.mark.parametrize("spares", [True, False])
+async def test_no_block_is_made_that_is_not_verified(spares: bool) -> None:
+    """Behind the second block of a draft that is never right plain steps are measured, and none is asked for in vain;
+    workers of a release before make one."""
+    cluster = ScriptedCluster(Script(TEXT, guess=lambda _: START), block_size=4)
+    cluster.workers = (replace(cluster.workers[0], protocol_minor=6 if spares else 5),)
+    answer = await answered(cluster, max_tokens=200)
+    assert answer.token_ids == TEXT[:200]
+    first, second, plain = cluster.session.forwards[1:4]
+    assert [step.kind for step in (first, second, plain)] == [StepKind.VERIFY, StepKind.VERIFY, StepKind.DECODE]
+    assert [step.propose_tokens for step in (first, second)] == [3, 3]
+    assert [step.least_accepted > 0 for step in (first, second)] == [False, spares]
 
 
 @pytest.mark.parametrize("block_size", [0, 4])

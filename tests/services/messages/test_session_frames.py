@@ -191,6 +191,8 @@ def through(kinds: FrameKinds[Any], frame: SessionRequest) -> Any:
         Forward(0, 9, (), StepKind.RESUME, 7),
         Forward(4, 9, (1,), StepKind.DECODE, 7, more=2**32 - 1),
         Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), FEATURES, more=5),
+        Forward(2, 9, (7, 8), StepKind.VERIFY, 15, least_accepted=2**32 - 1),
+        Forward(2, 9, (7, 8), StepKind.VERIFY, 15, tensor(2, 8), least_accepted=3),
         Forward(0, 4, (), StepKind.RESUME, 3, tensor(0, 8)),
     ],
 )

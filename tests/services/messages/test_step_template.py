@@ -77,6 +77,7 @@ def test_the_gap_holds_the_tokens_where_there_is_no_activation(tokens: tuple[int
         {"propose_tokens": 14},
         {"more": 39},
         {"more": 0},
+        {"least_accepted": 1},
     ],
 )
 def test_another_step_is_not_taken_for_it(change: dict[str, Any]) -> None:

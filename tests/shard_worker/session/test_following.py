@@ -140,11 +140,13 @@ async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(make_chain: M
 
 
 async def test_what_cannot_follow_is_refused(make_chain: MakeChain) -> None:
-    """Too many following steps are refused, and any behind a prefill, which produces no token."""
+    """Too many following steps are refused, and any behind a prefill, which produces no token, or behind a step whose
+    draft tokens for them may be spared."""
     chain = make_chain("qwen3")
     for frame, words in (
         (Forward(0, 0, (1, 2), StepKind.PREFILL, more=1), "prefill"),
         (Forward(0, 0, (1,), StepKind.DECODE, more=MAX_MORE + 1), f"up to {MAX_MORE}"),
+        (Forward(0, 0, (1,), StepKind.DECODE, 3, more=3, least_accepted=2), "least_accepted is 2 where 3 steps may"),
     ):
         async with chain.session() as client:
             with pytest.raises(InvalidArgument, match=words):

@@ -158,20 +158,22 @@ class Open(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., holder_id: _Optional[str] = ..., batches: _Optional[_Union[BatchRoute, _Mapping]] = ..., rest: _Optional[_Union[SessionRest, _Mapping]] = ...) -> None: ...
 
 class ForwardFromTokens(_message.Message):
-    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more")
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more", "least_accepted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    LEAST_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kind: StepKind
     propose_tokens: int
     more: int
-    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
+    least_accepted: int
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., more: _Optional[int] = ..., least_accepted: _Optional[int] = ...) -> None: ...
 
 class StepLimit(_message.Message):
     __slots__ = ("last_step", "propose_tokens")
@@ -182,7 +184,7 @@ class StepLimit(_message.Message):
     def __init__(self, last_step: _Optional[int] = ..., propose_tokens: _Optional[int] = ...) -> None: ...
 
 class ForwardFromActivation(_message.Message):
-    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features", "more", "features_follow")
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features", "more", "features_follow", "least_accepted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +194,7 @@ class ForwardFromActivation(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    LEAST_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -201,7 +204,8 @@ class ForwardFromActivation(_message.Message):
     features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
     more: int
     features_follow: bool
-    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ..., more: _Optional[int] = ..., features_follow: _Optional[bool] = ...) -> None: ...
+    least_accepted: int
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ..., more: _Optional[int] = ..., features_follow: _Optional[bool] = ..., least_accepted: _Optional[int] = ...) -> None: ...
 
 class StepFeatures(_message.Message):
     __slots__ = ("step", "features")
