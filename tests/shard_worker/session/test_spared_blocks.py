@@ -81,3 +81,16 @@ async def test_what_few_accepted_tokens_spare(
         block if right >= fewest else None for block, right, fewest in zip(whole, RIGHT, LEAST, strict=True)
     ]
     assert spared.count(None) == 4
+
+
+@pytest.mark.gpu
+async def test_what_a_gpu_has_begun_before_it_was_known_is_used(make_chain: MakeChain) -> None:
+    """Where a block is queued with the step before it nothing can be spared, and all is as if it had not been asked."""
+    chain = make_chain("qwen3", (), True, devices="cuda:0", dtype="bfloat16")
+    async with chain.session() as client:
+        expected = await client.plain(PROMPT, 2 + sum(RIGHT) + 2 * BLOCK)
+    vocabulary = chain.roles[0].loaded.stage.config.vocab_size  # type: ignore[union-attr]
+    whole = await proposals(chain, expected, (0,) * len(RIGHT), vocabulary)
+
+    assert None not in whole
+    assert await proposals(chain, expected, LEAST, vocabulary) == whole
