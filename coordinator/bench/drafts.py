@@ -193,7 +193,7 @@ async def drafts(
     what is looked up in the text alone; and as requests are answered, where kind and length of each block are chosen by
     what is measured on the way. The kinds of prompts take turns, and the choice learns over all of them as a server
     does. "of best" is the ratio to the fastest fixed way for that kind of prompt, with the least and the most of the
-    repeats.
+    repeats. Ctrl-C shows the figures of the prompts that were answered in all ways by then.
 
     \b
     flashsplit bench drafts --model M --draft A --draft B --draft ngram --prompts F.json --draft-tokens 3,7,15
@@ -205,29 +205,52 @@ async def drafts(
     models = [source for source in compared.drafts if source != LOOKUP] or [LOOKUP]
     ways = {source: _ways(source, draft_tokens, looks_up=LOOKUP in compared.drafts) for source in models}
     layouts = {source: _layout(source) for source in models}
-    rows: list[DraftFigures] = []
-    positions: dict[str, dict[str, dict[str, list[float]]]] = {}
+    asked: dict[Path, Asked] = {}
     measured: dict[tuple[str, str], WorkerDescription] = {}
-    for source in models:
-        name = _names(models)[source]
-        async with contextlib.AsyncExitStack() as stack:
-            with LoadBars() as bars:
-                draft = None if source == LOOKUP else source
-                started = await stack.enter_async_context(cluster.cluster(files, draft, bars))
-            measured |= {(worker.host, worker.device): worker for worker in started.workers}
-            progress = stack.enter_context(progress_bars())
-            task = progress.add_task(f"answering with {name}", total=repeats * sum(map(len, kinds.values())))
-            asked = Asked(started, files, kinds, max_tokens)
-            async for _ in _answer_all(asked, ways[source], repeats):
-                progress.advance(task)
-        for kind in kinds:
-            answered = {way: answers for (of, way), answers in asked.answers.items() if of == kind}
-            rows += figures_of(name, layouts[source], kind, answered)
-            shares = {way.name: answers.positions.shares for way, answers in answered.items() if way.name != PLAIN}
-            positions.setdefault(name, {})[kind] = shares
-    output.show(
-        rows, _table(rows, positions), list(measured.values()), picture=draw_ways, accepted_by_position=positions
-    )
+    try:
+        for source in models:
+            async with contextlib.AsyncExitStack() as stack:
+                with LoadBars() as bars:
+                    draft = None if source == LOOKUP else source
+                    started = await stack.enter_async_context(cluster.cluster(files, draft, bars))
+                measured |= {(worker.host, worker.device): worker for worker in started.workers}
+                progress = stack.enter_context(progress_bars())
+                name = _names(models)[source]
+                task = progress.add_task(f"answering with {name}", total=repeats * sum(map(len, kinds.values())))
+                asked[source] = Asked(started, files, kinds, max_tokens)
+                async for _ in _answer_all(asked[source], ways[source], repeats):
+                    progress.advance(task)
+    finally:
+        rows: list[DraftFigures] = []
+        positions: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for (source, of), kind in itertools.product(asked.items(), kinds):
+            answered = in_all_ways({way: of.answers.get((kind, way), Answers()) for way in ways[source]})
+            if answered:
+                name = _names(models)[source]
+                rows += figures_of(name, layouts[source], kind, answered)
+                shares = {way.name: answers.positions.shares for way, answers in answered.items() if way.name != PLAIN}
+                positions.setdefault(name, {})[kind] = shares
+        if rows:
+            output.show(
+                rows,
+                _table(rows, positions),
+                list(measured.values()),
+                picture=draw_ways,
+                accepted_by_position=positions,
+            )
+
+
+def in_all_ways(answered: Mapping[Way, Answers]) -> dict[Way, Answers]:
+    """Return the answers to those prompts of a kind that were answered in all ways, so many repeats of each as of all;
+    nothing where there is no such prompt."""
+    places = set.intersection(*(set(answers.by_prompt) for answers in answered.values()))
+    if not places:
+        return {}
+    repeats = min(len(answers.by_prompt[place]) for answers in answered.values() for place in places)
+    return {
+        way: Answers({place: answers.by_prompt[place][:repeats] for place in sorted(places)}, answers.positions)
+        for way, answers in answered.items()
+    }
 
 
 def _ways(source: Path, draft_tokens: Sequence[int], *, looks_up: bool) -> list[Way]:

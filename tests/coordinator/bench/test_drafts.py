@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.answer import Answer, Stats
-from coordinator.bench.drafts import CHOICE, PLAIN, Answers, Way, figures_of
+from coordinator.bench.drafts import CHOICE, PLAIN, Answers, Way, figures_of, in_all_ways
 
 WAYS = Way(PLAIN, 0), Way("15 a step", 15), Way(CHOICE, None)
 
@@ -51,3 +51,19 @@ def test_the_choice_is_compared_with_the_fastest_fixed_way() -> None:
     choice = rows[CHOICE]
     assert (choice.least_of_best, choice.most_of_best) == pytest.approx((1000 / 1600, 1000 / 800))
     assert (choice.tokens_a_step, choice.draft_ms, choice.identical) == pytest.approx((4, 2, 2))
+
+
+def test_what_was_interrupted_counts_as_far_as_all_ways_came() -> None:
+    """Prompts that were answered in one way alone do not, nor repeats of some prompts alone."""
+    plain, fixed, choice = WAYS
+    answered = {
+        plain: Answers({0: [took(1), took(2)], 1: [took(3), took(4)], 2: [took(5)]}),
+        fixed: Answers({0: [took(6), took(7)], 1: [took(8)]}),
+        choice: Answers({0: [took(9), took(10)], 1: [took(11)]}),
+    }
+
+    found = in_all_ways(answered)
+
+    times = {way: [[one.stats.decode_ms for one in of] for of in found[way].by_prompt.values()] for way in found}
+    assert times == {plain: [[1], [3]], fixed: [[6], [8]], choice: [[9], [11]]}
+    assert in_all_ways({plain: answered[plain], fixed: Answers()}) == {}
