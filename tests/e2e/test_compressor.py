@@ -17,6 +17,7 @@ from coordinator.compression.drafter_text import question_span
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings, KeepCurve
 from coordinator.text.tokenizer import Tokenizer
+from services.messages.compression import Compressed
 from services.messages.inference_types import CompressionMode
 from services.processes.launch import Launch
 from tests.e2e.conftest import ROOT
@@ -87,13 +88,24 @@ async def test_when_it_is_left_alone(worker: DrafterWorker, tokenizer: Tokenizer
     assert (await compressor.shorten("c", TEXT + "?", 5000, ALWAYS)).text is not None
 
 
-async def test_a_lost_drafter_loses_no_request(worker: DrafterWorker, tokenizer: Tokenizer) -> None:
+async def test_a_lost_drafter_loses_no_request(
+    worker: DrafterWorker, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9 while it reads: the text goes on whole, with the reason; the next one is read by a new process."""
     compressor = Compressor(worker, tokenizer, ALWAYS)
     await worker.start()
     assert worker.description is not None
     pid = worker.description.process_id
+    begun, compress = asyncio.Event(), worker.compress
+
+    async def noting(request_id: str, token_ids: tuple[int, ...], ratio: float) -> Compressed:
+        begun.set()
+        return await compress(request_id, token_ids, ratio)
+
+    monkeypatch.setattr(worker, "compress", noting)
     running = asyncio.ensure_future(compressor.shorten("a", TEXT * 6, 30000, ALWAYS))
+    # Behind the text's tokens, which a busy machine takes long to find: before, another process would read it.
+    await begun.wait()
     await asyncio.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
     lost = await running
