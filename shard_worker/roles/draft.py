@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -102,7 +103,10 @@ class DraftRole(WorkerRole[LoadDraft]):
 
         Raises what `DraftKind.load` raises, and InvalidArgument for a head of another shape.
         """
-        self.loaded = None
+        if self.loaded is not None:
+            self.loaded = None
+            # Before anything is loaded: sessions that have ended refer to themselves, and to the draft that was here.
+            gc.collect()
         checkpoint = open_checkpoint(part.draft_path, "--draft", part.quantization)
         pool = self.resources.pools.get(self._device)
         projected = part.head_place is HeadPlace.PROJECTED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from shard_worker.device.dtypes import from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.drafters.dflash import DFlashDraft
+from shard_worker.roles import draft as draft_role
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
@@ -50,6 +53,36 @@ def make_role(tiny: Tiny) -> Iterator[MakeRole]:
 
     yield make
     thread.shutdown()
+
+
+class Ended:
+    """What refers to itself and to a draft, as sessions that have ended do."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.itself, self.draft = self, draft
+
+
+def test_a_draft_is_freed_before_another_is_loaded(
+    make_role: MakeRole, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the garbage collector can tell that nothing needs it any more."""
+    role = make_role(LOADED, SUM)
+    assert role.loaded is not None
+    gone = weakref.ref(Ended(role.loaded.engine.draft))
+    opening, was_gone = draft_role.open_checkpoint, list[bool]()
+
+    def watched(*args: Any, **options: Any) -> Any:
+        was_gone.append(gone() is None)
+        return opening(*args, **options)
+
+    monkeypatch.setattr(draft_role, "open_checkpoint", watched)
+    gc.disable()
+    try:
+        role.load(LoadDraft(str(tiny.draft("qwen3", "plain")), str(tiny.path("qwen3")), LOADED, SUM), ignore_progress)
+    finally:
+        gc.enable()
+
+    assert was_gone[0]
 
 
 async def opened(role: DraftRole, max_length: int = 40) -> LocalDraftSession:
