@@ -6,14 +6,11 @@ and knows of each answer how many draft tokens its steps verify and how many tok
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from coordinator.engine.beginnings import Beginnings
 from coordinator.engine.row_times import SMOOTHING, RowTimes
-
-SLOW_SMOOTHING = 0.02
-"""Weight of the newest step in the moving averages of what is known of all answers together."""
 
 EASE_SMOOTHING = 0.05
 """Weight of the newest answer in what is known of how much texts differ."""
@@ -25,16 +22,8 @@ EASE_ATTENUATION = 4.0
 """By how much texts differ more than the moments tell: where nearly all or nearly no draft tokens are accepted, their
 number hardly says how easy a text is. Measured on chats, code and random tokens in turn."""
 
-KNOWN_STEPS = 8
-"""First verify steps of answers behind which it is known how often draft tokens of a new one will be accepted, in all
-likelihood."""
-
 CONTEXT_FORGETTING = 0.9
 """By how much what was seen before counts less with each context that a draft model has read."""
-
-FIRST_BLOCKS, KNOWN_BLOCKS = 8, 4
-"""Blocks of an answer that are told apart by how many came before them, and answers that tell enough of one, or of
-prompts of about one length: texts of one kind often begin alike, and then less and less of a block is accepted."""
 
 PROBE_STEPS = 4
 """Steps of all sessions in which plain decode of about so many is measured."""
@@ -91,68 +80,6 @@ def expected_tokens(survival: Sequence[float], draft_tokens: int) -> float:
         reached *= share
         expected += reached
     return expected
-
-
-class Survival:
-    """How often each draft token of blocks of several answers was accepted behind those before it.
-
-    shares: by place, moving averages; of those that were never reached there are none.
-    """
-
-    def __init__(self) -> None:
-        self.shares: list[float] = []
-        self._reached: list[int] = []
-
-    def observe(self, draft_tokens: int, accepted: int) -> None:
-        """Record a block of so many draft tokens, the first `accepted` of which were accepted."""
-        for place in range(min(draft_tokens, accepted + 1)):
-            if place == len(self.shares):
-                # Until more is known, as good as the place before it.
-                self.shares.append(self.shares[-1] if self.shares else 0.5)
-                self._reached.append(1)
-            self._reached[place] += 1
-            weight = max(SLOW_SMOOTHING, 1 / self._reached[place])
-            self.shares[place] += weight * ((place < accepted) - self.shares[place])
-
-
-class Beginnings:
-    """How often draft tokens of answers' first blocks were accepted, of all answers and of those to prompts of about
-    the same length: who sends long prompts mostly wants something else done than who sends short ones."""
-
-    def __init__(self) -> None:
-        self._all = Survival()
-        self._steps = 0
-        self._by_length: dict[int, Survival] = {}
-        self._answers: Counter[int] = Counter()
-
-    @staticmethod
-    def _class_of(prompt_tokens: int) -> int:
-        """Return which lengths are about the same: each class goes up to four times the one before. 0 for lengths that
-        tell nothing."""
-        return prompt_tokens.bit_length() // 2
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough answers were decoded to tell how another one's draft tokens will be accepted."""
-        return self._steps >= KNOWN_STEPS
-
-    def observe(self, prompt_tokens: int, draft_tokens: int, accepted: int, *, is_first: bool) -> None:
-        """Record one of the first blocks of an answer to a prompt of so many tokens, or the very first one."""
-        of = self._class_of(prompt_tokens)
-        self._steps += 1
-        self._answers[of] += is_first
-        for survival in (self._all, self._by_length.setdefault(of, Survival())):
-            survival.observe(draft_tokens, accepted)
-
-    @property
-    def shares(self) -> Sequence[float]:
-        """How often each draft token is accepted behind those before it."""
-        return self._all.shares
-
-    def shares_of(self, prompt_tokens: int) -> Sequence[float]:
-        """Return the same for answers to such prompts; none where too few of them were decoded."""
-        of = self._class_of(prompt_tokens)
-        return self._by_length[of].shares if of and self._answers[of] >= KNOWN_BLOCKS else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,14 +202,8 @@ class BatchCosts:
         """How many steps told of batches without draft tokens since that was due last, when the last one did, as of
         `_observed`, and for how many answers that was due at first."""
         self.beginnings = Beginnings()
-        """Those that go on to draft are the ones whose draft tokens are accepted, so that all steps together would
-        promise too much of an answer that begins."""
         self._context_s = self._context_rows = 0.0
         """How long draft models took to read contexts, and of how many rows, those before counting less and less."""
-        self._blocks: list[Survival] = []
-        self._block_counts: list[int] = []
-        """How often draft tokens were accepted in the first block of each answer, in the second and so on, and how many
-        answers had one."""
         self._eases = FIRST_ANSWERS
         self._ease_excess, self._ease_information = FIRST_EASE_VARIANCE / EASE_ATTENUATION, 1.0
         """Moving averages, over answers, of the square of how many draft tokens more or fewer were accepted than in
@@ -375,21 +296,6 @@ class BatchCosts:
         elif batch.proposing and not (counts and batch.sessions + batch.draft_tokens > FULL * counts[-1]):
             # Of a full one others were left out for want of room.
             self._drafting_share.add(batch.sessions, len(self._now))
-
-    def survival_of_block(self, number: int) -> list[float] | None:
-        """Return how often each draft token is accepted behind those before it in an answer's block of this number,
-        which is 0 for the first one; None where too few answers had one, or it is none of the first ones."""
-        known = number < len(self._blocks) and self._block_counts[number] >= KNOWN_BLOCKS
-        return self._blocks[number].shares if known else None
-
-    def observe_block(self, number: int, draft_tokens: int, accepted: int) -> None:
-        """Record how many draft tokens were accepted in an answer's block of this number."""
-        if number >= FIRST_BLOCKS:
-            return
-        self._blocks += [Survival() for _ in range(number + 1 - len(self._blocks))]
-        self._block_counts += [0] * (number + 1 - len(self._block_counts))
-        self._block_counts[number] += 1
-        self._blocks[number].observe(draft_tokens, accepted)
 
     def observe_context(self, rows: int, block_rows: int, seconds: float) -> float:
         """Record how long the draft model took to read so many rows that it had not read before, and to make a block of

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from coordinator.engine.acceptance import Acceptance
 from coordinator.engine.batch_costs import PROBE_STEPS, BatchCosts, BatchTaken, expected_tokens, lengths_of
+from coordinator.engine.beginnings import BEGINNING_BLOCKS
 
 WARM_UP_STEPS = 2
 """Verify steps before the first choice."""
@@ -34,9 +35,6 @@ WARM_UP_STEPS = 2
 PRIOR_BLOCKS = 2.0
 """As how many of its own blocks how others began counts for an answer that is decoded alone: where drafts are good for
 most, two bad blocks are no reason to rest."""
-
-BEGINNING_STEPS = 4
-"""Verify steps of an answer that tell how answers begin."""
 
 SURE_TOKENS_PER_STEP = 4.0
 """With so many tokens a verify step, speculation pays in any case: a verify never costs that many plain steps."""
@@ -303,12 +301,8 @@ class Speculation:
             return
         self.costs.observe(id(self), draft_tokens, batch)
         if draft_tokens:
-            self.costs.observe_block(self._drafted_steps, draft_tokens, accepted)
+            self.costs.beginnings.observe(self.prompt_tokens, self._drafted_steps, draft_tokens, accepted)
             self._drafted_steps += 1
-            if self._begins:
-                self.costs.beginnings.observe(
-                    self.prompt_tokens, draft_tokens, accepted, is_first=self._drafted_steps == 1
-                )
         self._take_in(draft_tokens, accepted)
         self._hope()
         self._choose()
@@ -319,8 +313,8 @@ class Speculation:
         if draft_tokens:
             self._acceptance.observe(draft_tokens, accepted, begins=self._begins)
             self._count_loss(draft_tokens, accepted + 1)
-            others = self.costs.survival_of_block(self._drafted_steps) if self.costs.shared else None
-            if others is not None:
+            others = self.costs.beginnings.shares_of_block(self._drafted_steps) if self.costs.shared else ()
+            if others:
                 self._acceptance.go_on(others, ELSEWHERE)
         if self.rests and self._pays_again:
             self._planned.clear()
@@ -373,7 +367,7 @@ class Speculation:
             return
         begun = functools.partial(Acceptance, self.block_size - 1, ease_variance=costs.ease_variance)
         if costs.shared:
-            first = costs.survival_of_block(0) or costs.beginnings.shares
+            first = costs.beginnings.shares_of_block(0) or costs.beginnings.shares
             self._acceptance = begun(first, costs.likeness, lasting=costs.likeness)
         else:
             self._acceptance = begun(costs.beginnings.shares, PRIOR_BLOCKS)
@@ -447,7 +441,7 @@ class Speculation:
     @property
     def _begins(self) -> bool:
         """Whether the last verify step was one of those that tell how answers begin."""
-        return self._drafted_steps <= BEGINNING_STEPS
+        return self._drafted_steps <= BEGINNING_BLOCKS
 
     @property
     def _is_choosing(self) -> bool:

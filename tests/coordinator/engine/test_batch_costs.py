@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.engine.acceptance import Acceptance
-from coordinator.engine.batch_costs import BatchCosts, BatchTaken, Beginnings, lengths_of
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, lengths_of
 from coordinator.engine.speculation import Speculation
 
 BLOCK = 16
@@ -141,28 +141,12 @@ def test_how_much_texts_differ_is_seen_by_their_first_blocks(
     for answer in range(80):
         chance = chances[answer % len(chances)]
         acceptance = Acceptance(15, costs.beginnings.shares)
-        for _ in range(4):
+        for number in range(4):
             accepted = next((place for place in range(15) if numbers.random() >= chance), 15)
-            costs.beginnings.observe(9, 15, accepted, is_first=True)
+            costs.beginnings.observe(9, number, 15, accepted)
             acceptance.observe(15, accepted, begins=True)
         costs.observe_ease(acceptance.surplus, acceptance.information)
     assert least <= costs.ease_variance <= most
-
-
-def test_how_answers_begin_is_told_apart_by_how_long_their_prompts_are() -> None:
-    """Once four answers to prompts of about a length are known; all of them tell of the others."""
-    beginnings = Beginnings()
-    for answer in range(4):
-        assert not beginnings.shares_of(1000)
-        beginnings.observe(60, 15, 15, is_first=True)
-        beginnings.observe(900 + 100 * answer, 15, 0, is_first=True)
-        # Further blocks of an answer tell no more of others than its first one.
-        beginnings.observe(30, 15, 15, is_first=False)
-    assert beginnings.is_known
-    assert beginnings.shares_of(1000)[0] < 0.2
-    assert beginnings.shares_of(50)[0] > 0.8
-    assert not beginnings.shares_of(30)
-    assert 0.4 < beginnings.shares[0] < 0.8
 
 
 def test_what_reading_a_prompt_takes_is_told_from_what_a_block_does() -> None:
