@@ -90,8 +90,10 @@ def draft_request(step: Forward, length: int, outcome: StepOutcome) -> DraftRequ
 def without_unused(step: Forward, outcome: StepOutcome) -> Forward:
     """Return a step that asks for no draft tokens where too few of its own were accepted for others to be verified;
     not where the draft was set to work before that was known."""
-    is_unused = len(outcome.token_ids) <= step.least_accepted and outcome.issued is None
-    return replace(step, propose_tokens=0) if is_unused else step
+    # Most steps spare nothing, and a prompt's chunks produce no token.
+    if not step.least_accepted or outcome.issued is not None:
+        return step
+    return replace(step, propose_tokens=0) if len(outcome.token_ids) <= step.least_accepted else step
 
 
 class LastStageSession(TargetSession):
