@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -50,10 +51,20 @@ class Acceptance:
         text were easier than another."""
         self._surplus = self._information = 0.0
         """The same, of which older blocks count less."""
+        self._shares: list[float] | None = None
+        """As of the last block; None where they are to be computed anew."""
+
+    def copied(self) -> Acceptance:
+        """Return the same measurements, to which other blocks can be added."""
+        other = copy.copy(self)
+        other._first, other._prior_weight = [*self._first], [*self._prior_weight]
+        other._accepted, other._reached = [*self._accepted], [*self._reached]
+        return other
 
     def go_on(self, first: Sequence[float], weight: float) -> None:
         """Take what others' blocks of the next number were like for what is known of its places, as much as of the
         first one's before it. weight: of what was seen before, at another place of the text."""
+        self._shares = None
         self._first[: len(first)] = first[: len(self._first)]
         for counts in (self._accepted, self._reached):
             counts[:] = [weight * count for count in counts]
@@ -62,6 +73,7 @@ class Acceptance:
     def observe(self, draft_tokens: int, accepted: int, *, begins: bool = False) -> None:
         """Add a block of so many draft tokens, the first `accepted` of which were accepted. begins: it is one of the
         answer's first ones, of which `first` tells."""
+        self._shares = None
         self._surplus *= FORGETTING
         self._information *= FORGETTING
         for place in range(min(draft_tokens, accepted + 1)):
@@ -77,8 +89,13 @@ class Acceptance:
             self._prior_weight[place] = max(self._lasting, FORGETTING * self._prior_weight[place])
 
     @property
-    def shares(self) -> list[float]:
+    def shares(self) -> Sequence[float]:
         """Of the blocks that reach each place, those whose draft token there is accepted, in all likelihood."""
+        if self._shares is None:
+            self._shares = self._likely_shares()
+        return self._shares
+
+    def _likely_shares(self) -> list[float]:
         shares, before = [], FIRST_SHARE
         ease = math.exp(self._ease_variance * self._surplus / (1 + self._ease_variance * self._information))
         counts = zip(self._first, self._prior_weight, self._accepted, self._reached, strict=True)

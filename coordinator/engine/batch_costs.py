@@ -6,6 +6,9 @@ and knows of each answer how many draft tokens its steps verify and how many tok
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -64,10 +67,11 @@ STALE_STEPS, STALE_LEAST = 4, 32
 milliseconds, in which no answer goes on."""
 
 
-def lengths_of(block_size: int) -> list[int]:
+@functools.cache
+def lengths_of(block_size: int) -> tuple[int, ...]:
     """Return how many draft tokens a step may verify, rising from none to all of a block."""
     longest = block_size - 1
-    return sorted({0, *(max(1, longest // divisor) for divisor in (1, 2, 4, 8))}) if longest else [0]
+    return (0, *sorted({max(1, longest // divisor) for divisor in (1, 2, 4, 8)})) if longest else (0,)
 
 
 def expected_tokens(survival: Sequence[float], draft_tokens: int) -> float:
@@ -75,11 +79,14 @@ def expected_tokens(survival: Sequence[float], draft_tokens: int) -> float:
 
     survival: how often each draft token is accepted behind those before it.
     """
-    expected = reached = 1.0
-    for share in survival[:draft_tokens]:
-        reached *= share
-        expected += reached
-    return expected
+    return expected_by_length(survival, [draft_tokens])[draft_tokens]
+
+
+def expected_by_length(survival: Sequence[float], lengths: Iterable[int]) -> dict[int, float]:
+    """Return the same for each of these numbers of draft tokens."""
+    reached = itertools.accumulate(survival, operator.mul)
+    expected = [*itertools.accumulate(reached, initial=1.0)]
+    return {length: expected[min(length, len(survival))] for length in lengths}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.engine.acceptance import Acceptance
-from coordinator.engine.batch_costs import PROBE_STEPS, BatchCosts, BatchTaken, expected_tokens, lengths_of
+from coordinator.engine.batch_costs import (
+    PROBE_STEPS,
+    BatchCosts,
+    BatchTaken,
+    expected_by_length,
+    expected_tokens,
+    lengths_of,
+)
 from coordinator.engine.beginnings import BEGINNING_BLOCKS
 
 WARM_UP_STEPS = 2
@@ -195,16 +202,17 @@ class Speculation:
         """Return how many of the next step's draft tokens, which are the draft model's, must be accepted for another
         block to be verified behind it, as far as that can be foreseen; 0 where one is in any case, or others are
         decoded too, whose steps change what blocks cost."""
-        if self._is_settled or self.costs.shared:
+        # Where drafts are good one is verified behind none that is accepted, which is told first: the workers wait.
+        if self._is_settled or self.costs.shared or self._drafts_behind(draft_tokens, 0):
             return 0
         return bisect.bisect_left(
-            range(draft_tokens + 1), True, key=lambda accepted: self._drafts_behind(draft_tokens, accepted)
+            range(draft_tokens + 1), True, 1, key=lambda accepted: self._drafts_behind(draft_tokens, accepted)
         )
 
     def _drafts_behind(self, draft_tokens: int, accepted: int) -> bool:
         """Return whether a block would be verified behind a step of which so many draft tokens are accepted."""
         behind = copy.copy(self)
-        behind._acceptance, behind._planned = copy.deepcopy(self._acceptance), self._planned.copy()
+        behind._acceptance, behind._planned = self._acceptance.copied(), self._planned.copy()
         behind.notes = []
         behind.steps += 1
         behind._drafted_steps += 1
@@ -223,7 +231,7 @@ class Speculation:
         # None where the draft model's promise about as much: only its blocks follow one another by themselves.
         own = self.draft_tokens()
         least = LOOKUP_GAIN * self._expected(own) if own else 1.0
-        expected = {length: expected_tokens(survival, length) for length in lengths_of(len(survival) + 1)}
+        expected = expected_by_length(survival, lengths_of(len(survival) + 1))
         longer = [length for length, tokens in expected.items() if length and tokens > least]
         values = self.costs.values([expected[length] for length in longer], longer, looked_up=True)
         values_own = self.costs.values([self._expected(own)], [own])
@@ -382,8 +390,8 @@ class Speculation:
     def _promises(self, acceptance: Acceptance) -> bool:
         """Return whether blocks of which so many tokens are accepted promise more than plain decode, as far as it is
         known what they cost."""
-        expected = [expected_tokens(acceptance.shares, length) for length in self._lengths]
-        values = self.costs.values(expected, self._lengths)
+        expected = expected_by_length(acceptance.shares, self._lengths)
+        values = self.costs.values([*expected.values()], self._lengths)
         return values is None or max(values) > values[0] * HYSTERESIS
 
     def _hope(self) -> None:
@@ -461,13 +469,13 @@ class Speculation:
         return known or self._drafted_steps >= WARM_UP_STEPS
 
     @property
-    def _lengths(self) -> list[int]:
+    def _lengths(self) -> Sequence[int]:
         """How many draft tokens a step may verify."""
         return lengths_of(self.block_size)
 
     @property
     def _expected_by_length(self) -> dict[int, float]:
-        return {length: self._expected(length) for length in self._lengths}
+        return expected_by_length(self._acceptance.shares, self._lengths)
 
     def _expected(self, draft_tokens: int) -> float:
         """Return how many tokens a step with so many draft tokens produces on average."""

@@ -103,9 +103,9 @@ def test_a_prior_gives_way_to_the_first_steps() -> None:
 
 
 def test_lengths_of_blocks() -> None:
-    assert lengths_of(16) == [0, 1, 3, 7, 15]
-    assert lengths_of(4) == [0, 1, 3]
-    assert lengths_of(1) == [0]
+    assert lengths_of(16) == (0, 1, 3, 7, 15)
+    assert lengths_of(4) == (0, 1, 3)
+    assert lengths_of(1) == (0,)
 
 
 def test_what_is_looked_up_is_not_charged_with_the_draft_model() -> None:
