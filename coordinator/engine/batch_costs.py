@@ -409,9 +409,9 @@ class BatchCosts:
         """Return whether the draft model should be asked for its next block with a step of an answer that verifies
         tokens which were looked up.
 
-        chance: that all of them are right, so that the next step verifies such tokens as well, and the block is of no
-        use. Where one is wrong and there is no block, a plain step comes before it. expected: how many tokens a step
-        with the block's `draft_tokens` produces on average.
+        chance: that the next step verifies such tokens as well, so that the block is of no use. Where it does not, and
+        there is no block, a plain step comes before one. expected: how many tokens a step with the block's
+        `draft_tokens` produces on average.
         """
         prices = self._prices_of([draft_tokens])
         if prices is None or self.shared:

@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coordinator.engine.acceptance import Acceptance
+from coordinator.engine.acceptance import FORGETTING, Acceptance
 from coordinator.engine.batch_costs import (
     PROBE_STEPS,
     BatchCosts,
@@ -132,6 +132,12 @@ class Speculation:
     """Whether plain decode promised more from the start, by how drafts behind prompts like this one began."""
     _tries: int = 0
     """Blocks of the try that goes on."""
+    _lookups_ended: float = 1.0
+    _looked_up_again: float = 0.0
+    """How many steps were not right in all that they had looked up, and behind how many of them other tokens were
+    looked up; of both, older ones count less. Once is taken to be seen before that none were."""
+    _lookup_ends: bool = False
+    """Whether the last step was one of them."""
     _rests_among: int = 0
     """Of how many answers it was one when its last pause began."""
     _planned: deque[int] = field(default_factory=deque)
@@ -244,8 +250,9 @@ class Speculation:
     def asks_beside(self, survival: Sequence[float]) -> bool:
         """Return whether to ask the draft model for its next block with a step that verifies tokens which were looked
         up. survival: how likely each of them is right where those before it are."""
-        own = self.draft_tokens()
-        return bool(own) and self.costs.pays_to_propose(math.prod(survival), self._expected(own), own)
+        own, right = self.draft_tokens(), math.prod(survival)
+        again = right + (1 - right) * self._looked_up_again / self._lookups_ended
+        return bool(own) and self.costs.pays_to_propose(again, self._expected(own), own)
 
     def observe_first_block(self, draft_tokens: int, seconds: float) -> float:
         """Record how long the draft model took to read what it had not read of the prompt, and to make its first block.
@@ -302,6 +309,10 @@ class Speculation:
         if batch is None and not self.costs.shared:
             block_seconds, asks = seconds * min(MOST_BLOCK_SHARE, block_share), int(block_rows > 0)
             batch = BatchTaken(1, draft_tokens, seconds - block_seconds, asks, block_seconds, block_rows)
+        if self._lookup_ends:
+            self._lookups_ended = FORGETTING * self._lookups_ended + 1
+            self._looked_up_again = FORGETTING * self._looked_up_again + looked_up
+        self._lookup_ends = looked_up and accepted < draft_tokens
         if looked_up:
             # They say nothing of the draft model's next ones.
             self.looked_up += draft_tokens

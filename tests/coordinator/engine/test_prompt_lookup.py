@@ -152,3 +152,20 @@ def test_the_better_block_is_taken() -> None:
     for _ in range(20):
         good.observe(15, 14, 2.0)
     assert good.looked_up_tokens(sure) == 0
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_no_block_is_asked_for_beside_what_is_looked_up_again_and_again(again: bool) -> None:
+    """Where other tokens are looked up behind those that were wrong, the draft model's block is of no use either, as
+    little as it is behind those that were right."""
+    speculation = Speculation(16)
+    for draft_tokens, seconds, block_share in ((0, 7.0, 0.0), (15, 17.0, 0.3)) * 10:
+        asks = bool(draft_tokens)
+        speculation.observe(draft_tokens, 6 * asks, seconds, block_share=block_share, block_rows=16 * asks)
+    unsure = [0.5] * 15
+    assert speculation.asks_beside(unsure)
+    for _ in range(10):
+        speculation.observe(15, 1, 12.0, looked_up=True)
+        if not again:
+            speculation.observe(15, 6, 17.0, block_share=0.3, block_rows=16)
+    assert speculation.asks_beside(unsure) is not again
