@@ -25,6 +25,9 @@ EASE_ATTENUATION = 4.0
 """By how much texts differ more than the moments tell: where nearly all or nearly no draft tokens are accepted, their
 number hardly says how easy a text is. Measured on chats, code and random tokens in turn."""
 
+ROW_COST, BLOCK_COST = 0.1, 0.5
+"""As which part of a plain step a draft token is taken to cost until that is measured, and the draft model's block."""
+
 CONTEXT_FORGETTING = 0.9
 """By how much what was seen before counts less with each context that a draft model has read."""
 
@@ -413,12 +416,16 @@ class BatchCosts:
         there is no block, a plain step comes before one. expected: how many tokens a step with the block's
         `draft_tokens` produces on average.
         """
-        prices = self._prices_of([draft_tokens])
-        if prices is None or self.shared:
+        if self.shared:
             return True
-        seconds = prices.seconds[draft_tokens]
-        proposing = seconds - prices.looked_up[draft_tokens]
-        return (1 - chance) * (prices.seconds[0] - seconds / expected) > chance * proposing
+        prices = self._prices_of([draft_tokens])
+        if prices is None:
+            plain, proposing = 1.0, BLOCK_COST
+            seconds = plain + draft_tokens * ROW_COST + proposing
+        else:
+            plain, seconds = prices.seconds[0], prices.seconds[draft_tokens]
+            proposing = seconds - prices.looked_up[draft_tokens]
+        return (1 - chance) * (plain - seconds / expected) > chance * proposing
 
     def _prices_of(self, lengths: Collection[int]) -> _Prices | None:
         """Return what draft tokens cost now; None where it was not measured yet with draft tokens and without."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from coordinator.engine.acceptance import FORGETTING, Acceptance
 from coordinator.engine.batch_costs import (
     PROBE_STEPS,
+    ROW_COST,
     BatchCosts,
     BatchTaken,
     expected_by_length,
@@ -347,8 +348,7 @@ class Speculation:
         """Count what a step with the draft model's tokens lost, or how much of that it won back."""
         least = self.costs.least_tokens(draft_tokens, self._lengths)
         if least is None:
-            # Until plain steps are measured, a row is taken to cost a tenth of a step.
-            least = 1 + draft_tokens / 10
+            least = 1 + draft_tokens * ROW_COST
         if not self.costs.shared:
             least = max(least, 1 + LEAST_COST)
         credit = 0.0 if self.costs.shared else CREDIT_TOKENS

@@ -124,12 +124,14 @@ def test_what_is_looked_up_is_not_charged_with_the_draft_model() -> None:
     assert not costs.pays_to_propose(0.2, 1.0, 15)
 
 
-def test_blocks_are_asked_for_until_it_is_known_what_they_cost() -> None:
-    """Nothing tells yet whether a step that verifies what is looked up should leave the draft model alone."""
+def test_a_block_is_taken_to_cost_half_a_step_until_that_is_known() -> None:
+    """Where an answer is looked up from its beginning on, no plain step tells for hundreds of tokens what blocks cost.
+    They are asked for beside what is looked up where they are likely to win more, and not in any case."""
     costs = BatchCosts()
     costs.join("answer")
     costs.observe("answer", 15, BatchTaken(1, 15, 12.0, 1, 5.0, BLOCK))
-    assert costs.pays_to_propose(0.9, 5.0, 15)
+    assert [costs.pays_to_propose(chance, 5.0, 15) for chance in (0.0, 0.4, 0.9)] == [True, True, False]
+    assert not costs.pays_to_propose(0.4, 2.0, 15)
 
 
 @pytest.mark.parametrize(("chances", "least", "most"), [((0.8,), 0.0, 0.4), ((0.1, 0.95), 1.0, 9.0)])

@@ -66,6 +66,18 @@ async def test_no_block_is_made_that_is_not_verified(spares: bool) -> None:
     assert [step.least_accepted > 0 for step in (first, second)] == [False, spares]
 
 
+async def test_a_text_that_is_copied_leaves_the_draft_alone() -> None:
+    """From the first answer on, though no plain step has told yet what blocks cost."""
+    cluster = ScriptedCluster(Script(TEXT, guess=lambda _: START), block_size=16)
+    # What is copied is found behind the first block: no plain step comes before.
+    asked = request((*b"#", *TEXT, *b"#"), max_tokens=400)
+    answer = await generate(cluster, asked, TOKENIZER, prompt_lookup=True)  # type: ignore[arg-type]
+    assert answer.token_ids == TEXT[:400]
+    steps = cluster.session.forwards[1:]
+    assert len(steps) < 60
+    assert sum(step.propose_tokens > 0 for step in steps) <= 3
+
+
 @pytest.mark.parametrize("block_size", [0, 4])
 async def test_a_text_that_ends_an_answer_ends_its_steps(block_size: int) -> None:
     """They follow by themselves also where a text may end it. What was computed behind that is dropped; the session is
