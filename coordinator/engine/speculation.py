@@ -133,11 +133,11 @@ class Speculation:
     """Whether plain decode promised more from the start, by how drafts behind prompts like this one began."""
     _tries: int = 0
     """Blocks of the try that goes on."""
-    _lookups_ended: float = 1.0
+    _lookups_missed: float = 1.0
     _looked_up_again: float = 0.0
-    """How many steps were not right in all that they had looked up, and behind how many of them other tokens were
-    looked up; of both, older ones count less. Once is taken to be seen before that none were."""
-    _lookup_ends: bool = False
+    """How many steps verified tokens that were looked up, of which some were wrong, and behind how many of these steps
+    others were looked up; older ones count less. One behind which none were is taken to have been seen before."""
+    _lookup_missed: bool = False
     """Whether the last step was one of them."""
     _rests_among: int = 0
     """Of how many answers it was one when its last pause began."""
@@ -252,7 +252,7 @@ class Speculation:
         """Return whether to ask the draft model for its next block with a step that verifies tokens which were looked
         up. survival: how likely each of them is right where those before it are."""
         own, right = self.draft_tokens(), math.prod(survival)
-        again = right + (1 - right) * self._looked_up_again / self._lookups_ended
+        again = right + (1 - right) * self._looked_up_again / self._lookups_missed
         return bool(own) and self.costs.pays_to_propose(again, self._expected(own), own)
 
     def observe_first_block(self, draft_tokens: int, seconds: float) -> float:
@@ -310,10 +310,10 @@ class Speculation:
         if batch is None and not self.costs.shared:
             block_seconds, asks = seconds * min(MOST_BLOCK_SHARE, block_share), int(block_rows > 0)
             batch = BatchTaken(1, draft_tokens, seconds - block_seconds, asks, block_seconds, block_rows)
-        if self._lookup_ends:
-            self._lookups_ended = FORGETTING * self._lookups_ended + 1
+        if self._lookup_missed:
+            self._lookups_missed = FORGETTING * self._lookups_missed + 1
             self._looked_up_again = FORGETTING * self._looked_up_again + looked_up
-        self._lookup_ends = looked_up and accepted < draft_tokens
+        self._lookup_missed = looked_up and accepted < draft_tokens
         if looked_up:
             # They say nothing of the draft model's next ones.
             self.looked_up += draft_tokens
