@@ -131,6 +131,10 @@ class Script:
         """What the draft proposes for it."""
         return self.token(index) if self.guess is None else self.guess(index)
 
+    def block(self, first: int, count: int) -> tuple[int, ...]:
+        """What it proposes for so many tokens from that index on."""
+        return tuple(self.proposal(first + index) for index in range(count))
+
 
 class ScriptedSession:
     """A `StageSession` of one stage that says what the script says; `kept` are the snapshots of its worker.
@@ -172,7 +176,7 @@ class ScriptedSession:
         self.forwards.append(forward)
         event = self.script.failures.get(forward.step)
         if event is not None:
-            self._events.put_nowait(event)
+            self._answer(event)
             self.draft_lost = isinstance(event, Failure) and event.reason is FailureReason.DRAFT_LOST
             if not self.draft_lost:
                 return
@@ -192,17 +196,21 @@ class ScriptedSession:
         )
         left = self.opening["max_length"] - length - 1
         followed = forward.more and tokens and tokens[-1] not in self.opening["stop_token_ids"] and left > 0
-        self._events.put_nowait(replace(commit, more=forward.more if followed else 0))
+        self._answer(replace(commit, more=forward.more if followed else 0))
         proposal: tuple[int, ...] = ()
         if commit.propose_tokens:
             first = length + 1 - self.opening["prompt_length"]
             count = 0 if self.draft_lost else forward.propose_tokens
-            proposal = tuple(self.script.proposal(first + index) for index in range(count))
-            self._events.put_nowait(Proposal(forward.step, proposal, 500))
+            proposal = self.script.block(first, count)
+            self._answer(Proposal(forward.step, proposal, 500))
         if followed:
             block = proposal[: left - 1]
             kind = StepKind.VERIFY if block else StepKind.DECODE
             self._following = Forward(forward.step + 1, length, (tokens[-1], *block), kind)
+
+    def _answer(self, event: Event | FlashsplitError) -> None:
+        """Tell what comes of the last step."""
+        self._events.put_nowait(event)
 
     def _follow(self) -> None:
         """Begin the step that follows by itself, if there is one, as it is to be by now."""
