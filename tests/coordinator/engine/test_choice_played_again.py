@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
-from tests.reference.choice_played_again import MACHINES, play, recorded
+from tests.reference.choice_played_again import MACHINES, Played, play, recorded
+
+
+def drawn(machine: str, *kinds: str) -> list[Played]:
+    """Answers to these kinds of prompts, twice, in three draws of noise: one is good for some two per cent."""
+    asked = {kind: scripts for kind, scripts in recorded().items() if kind in kinds}
+    return [play(asked, MACHINES[machine], repeats=2, noise=0.06, seed=seed) for seed in range(3)]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_choice_comes_near_the_best_fixed_way(machine: str) -> None:
     """Of each kind of prompt, where all kinds come in turn: trying what is not the best costs a few per cent, half of
     which one block of an answer does that n-grams make three times as fast."""
-    played = play(recorded(), MACHINES[machine], repeats=2, noise=0.06)
-    reached = {kind: played.of_best(kind) for kind in recorded()}
+    played = drawn(machine, *recorded())
+    reached = {kind: statistics.fmean(one.of_best(kind) for one in played) for kind in recorded()}
     assert min(reached.values()) > 0.96, reached
     assert reached["functions"] > 1.0, reached
 
@@ -24,6 +32,6 @@ def test_the_choice_comes_near_the_best_fixed_way(machine: str) -> None:
 def test_where_one_kind_is_asked_for(machine: str, kind: str, first: float, then: float) -> None:
     """It is learnt from a few answers what drafts bring there: those of long prompts, which the draft reads in vain,
     lose some per cent until then."""
-    played = play({kind: recorded()[kind]}, MACHINES[machine], repeats=2, noise=0.06)
-    assert played.of_best(kind, 0) > first
-    assert played.of_best(kind, 1) > then
+    played = drawn(machine, kind)
+    assert statistics.fmean(one.of_best(kind, 0) for one in played) > first
+    assert statistics.fmean(one.of_best(kind, 1) for one in played) > then
