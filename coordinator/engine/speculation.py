@@ -60,7 +60,7 @@ TRIED_SHARE = 0.01
 """How many tokens for each step of an answer may be lost by drafting while plain decode promises more. Not for each
 token: a step that verifies what was looked up takes little longer than a plain one, however many it brings."""
 
-TRIED_TOKENS, CREDIT_TOKENS = 3.0, 12.0
+TRIED_TOKENS, CREDIT_TOKENS = 3.0, 9.0
 """How many tokens more than that share may be lost, and how many of those that drafting won count for later losses: a
 few bad blocks are no reason to rest behind many good ones."""
 
@@ -73,7 +73,7 @@ ELSEWHERE = 0.5
 """How much an answer's first blocks count for the next one, among others, where those of others tell what that is
 like."""
 
-TRIED_TOKENS_OF_KNOWN, TRIED_TOKENS_OF_POOR = 2.2, 1.0
+TRIED_TOKENS_OF_KNOWN, TRIED_TOKENS_OF_POOR = 2.0, 1.0
 """The same number of tokens where it is known how the answers before began, so that less is left to find out; and where
 they began so badly that plain decode promised more from the start."""
 
@@ -91,6 +91,11 @@ PLANNED_AHEAD = 64
 
 HYSTERESIS = 1.05
 """How much faster another length must be to be chosen."""
+
+DRAFT_GAIN = 1.25
+"""How many times as fast as plain decode drafting must promise to be, to be chosen without counting what it loses.
+The arm that promises most is mostly promised too much, and text that is not looked up is harder to draft as well. A
+draft that wins less goes on all the same, by what it has won."""
 
 
 @dataclass(slots=True)
@@ -403,7 +408,7 @@ class Speculation:
         known what they cost."""
         expected = expected_by_length(acceptance.shares, self._lengths)
         values = self.costs.values([*expected.values()], self._lengths)
-        return values is None or max(values) > values[0] * HYSTERESIS
+        return values is None or max(values) > values[0] * DRAFT_GAIN
 
     def _hope(self) -> None:
         """Tell what this answer expects of the draft model, wherever it is about to choose."""
@@ -427,7 +432,7 @@ class Speculation:
         best = max(lengths, key=worth.__getitem__) if allotted is None else allotted
         if not self.costs.shared and worth[best] <= worth[self._current] * HYSTERESIS:
             best = self._current
-        if not self.costs.shared and worth[best] <= worth[0] * HYSTERESIS:
+        if not self.costs.shared and worth[best] <= worth[0] * DRAFT_GAIN:
             best = 0
         if best == 0:
             best = max((length for length in lengths if length), key=worth.__getitem__)

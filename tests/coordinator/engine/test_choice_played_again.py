@@ -21,7 +21,7 @@ def test_the_choice_comes_near_the_best_fixed_way(machine: str) -> None:
     which one block of an answer does that n-grams make three times as fast."""
     played = drawn(machine, *recorded())
     reached = {kind: statistics.fmean(one.of_best(kind) for one in played) for kind in recorded()}
-    assert min(reached.values()) > 0.96, reached
+    assert min(reached.values()) > 0.97, reached
     assert reached["functions"] > 1.0, reached
 
 
