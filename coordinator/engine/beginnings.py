@@ -19,7 +19,7 @@ BEGINNING_BLOCKS = 4
 KNOWN_STEPS = 8
 """Of how many such steps it is known how often draft tokens of a new answer will be accepted, in all likelihood."""
 
-FIRST_BLOCKS, KNOWN_ANSWERS = 8, 4
+FIRST_BLOCKS, KNOWN_ANSWERS = 8, 3
 """Blocks of an answer that are told apart by how many came before them, and answers that tell enough of one, or of
 prompts of about one length: texts of one kind often begin alike, and then less and less of a block is accepted."""
 

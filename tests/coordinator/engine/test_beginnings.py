@@ -6,7 +6,7 @@ from coordinator.engine.beginnings import BEGINNING_BLOCKS, FIRST_BLOCKS, KNOWN_
 
 
 def test_how_answers_begin_is_told_apart_by_how_long_their_prompts_are() -> None:
-    """Once four answers to prompts of about a length are known; all of them tell of the others."""
+    """Once three answers to prompts of about a length are known; all of them tell of the others."""
     beginnings = Beginnings()
     for answer in range(KNOWN_ANSWERS):
         assert not beginnings.shares_of(1000)
@@ -22,7 +22,7 @@ def test_how_answers_begin_is_told_apart_by_how_long_their_prompts_are() -> None
 
 
 def test_how_answers_go_on_is_told_by_each_block() -> None:
-    """Of the first ones, once four answers had one; blocks behind the beginning say nothing of it."""
+    """Of the first ones, once three answers had one; blocks behind the beginning say nothing of it."""
     beginnings = Beginnings()
     for _ in range(KNOWN_ANSWERS):
         assert not beginnings.shares_of_block(0)
