@@ -47,6 +47,14 @@ FEW_ROWS = 128
 multiplied with each of them is hidden by that (8B shape, H200: 4.5 ms with 16 rows, 5.2 with 64, 5.9 with 128, 8.9 with
 256). Where most sessions have an answer's row in it, chunks of prompts fill it up to there, and the others wait."""
 
+BATCHES_OF_BEGUN = 4
+"""So many batches at most are computed between two long chunks of prompts while a short one that has begun has chunks
+in them: its first token need not wait for a long chunk with each of its own."""
+
+NEXT_CHUNK_S, LOOK_AGAIN_S = 2e-3, 5e-5
+"""How long the next chunk of such a prompt is waited for, which comes when the event loop has heard of the one before
+it, and how often it is looked for. A long chunk takes 17 times as long (8B shape, H200)."""
+
 
 class SteppingSession(Protocol):
     """What a session is to those who compute its steps, on the device thread."""
@@ -169,8 +177,12 @@ class StepBatches:
         """Steps that came alone, and such as came together."""
         self._alone: deque[WaitingStep] = deque()
         """Steps that no other one can be computed with: long chunks of prompts, mostly."""
-        self._alone_is_next = True
-        """Whether it is the turn of one of those, where others wait as well."""
+        self._batches_between = BATCHES_OF_BEGUN
+        """How many batches were computed since one of those was."""
+        self._prompt_goes_on = False
+        """Whether the last batch had a chunk of a prompt that another one follows."""
+        self._next_chunk_until_ns = 0
+        """Until when that one is waited for."""
         self._launched: _Launched | None = None
         """The step whose results have not been read yet."""
         self._behind: _Launched | None = None
@@ -294,15 +306,18 @@ class StepBatches:
 
     def run(self) -> None:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
-        leaves as many to each stage of the chain; in turn with steps that are computed alone, one at a time. Raises the
-        first error of a step, behind all of them."""
+        leaves as many to each stage of the chain; in turn with steps that are computed alone, one at a time, but that
+        prompts which have begun in batches are ended first. Raises the first error of a step, behind all of them."""
         with raising_first() as errors:
-            others_wait = self._launched is not None or bool(self._waiting)
-            if self._alone and (self._alone_is_next or not others_wait):
-                self._alone_is_next = False
+            if self._alone and self._alone_is_next:
+                self._batches_between = 0
                 self._compute_alone(self._alone.popleft(), errors)
                 return
-            self._alone_is_next = True
+            if not self._others_wait:
+                self._thread.about_to_wait()
+                time.sleep(LOOK_AGAIN_S)
+                return
+            self._batches_between += 1
             if self._launched is None:
                 self._compute(self._next(), errors)
             elif self._launched.rows[0].session.chain_length > 1:
@@ -311,6 +326,22 @@ class StepBatches:
                 self._go_on(errors)
             if not self.waiting:
                 self._results_ns = None
+            waited_ns = int(NEXT_CHUNK_S * 1e9) if self._prompt_goes_on else 0
+            self._next_chunk_until_ns = time.monotonic_ns() + waited_ns
+
+    @property
+    def _others_wait(self) -> bool:
+        """Whether a batch is on the device, or one can be made."""
+        return self._launched is not None or bool(self._waiting)
+
+    @property
+    def _alone_is_next(self) -> bool:
+        """Whether it is the turn of a step that is computed alone, if one waits: others have had theirs, and no short
+        prompt goes on at once."""
+        goes_on = any(map(_goes_on, self._waiting)) or time.monotonic_ns() < self._next_chunk_until_ns
+        if not self._others_wait and not goes_on:
+            return True
+        return self._batches_between >= (BATCHES_OF_BEGUN if goes_on else 1)
 
     def _compute_alone(self, step: WaitingStep, errors: list[Exception]) -> None:
         self._settle_launched(errors)
@@ -358,6 +389,7 @@ class StepBatches:
     def _take(self, taken: Sequence[WaitingStep | tuple[WaitingStep, ...]]) -> None:
         """Take these out of those that wait."""
         numbers = {id(one) for one in taken}
+        self._prompt_goes_on = any(step.forward.kind is StepKind.PREFILL for one in taken for step in _steps(one))
         # Others may be added meanwhile, behind them.
         for _ in range(len(self._waiting)):
             one = self._waiting.popleft()
@@ -597,11 +629,16 @@ def _is_chunk(waiting: WaitingStep | tuple[WaitingStep, ...]) -> bool:
     )
 
 
+def _goes_on(waiting: WaitingStep | tuple[WaitingStep, ...]) -> bool:
+    """Return whether it is such a step of a prompt that has begun."""
+    return _is_chunk(waiting) and _steps(waiting)[0].forward.base_position > 0
+
+
 def _begun_first(
     waiting: Iterable[WaitingStep | tuple[WaitingStep, ...]],
 ) -> list[WaitingStep | tuple[WaitingStep, ...]]:
     """Return the chunks of prompts among those that wait, in turn, but first those of prompts that have begun."""
-    return sorted(filter(_is_chunk, waiting), key=lambda one: _steps(one)[0].forward.base_position == 0)
+    return sorted(filter(_is_chunk, waiting), key=lambda one: not _goes_on(one))
 
 
 def _fitting(

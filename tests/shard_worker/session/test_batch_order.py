@@ -12,6 +12,7 @@ import pytest
 from services.messages.steps import Forward, StepKind
 from shard_worker.device.busy_time import BusyTime
 from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.session import step_batches
 from shard_worker.session.step_batches import StepBatches
 
 
@@ -132,6 +133,39 @@ def test_long_chunks_take_turns_with_the_steps_of_others() -> None:
         scheduled.add(name, StepKind.PREFILL, 1024, 0)
     scheduled.add_answers(2)
     assert scheduled.run() == [["first"], ["answer 0", "answer 1"], ["second"], ["third"]]
+
+
+def test_a_short_prompt_that_has_begun_is_ended_between_two_long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But no more than four batches come before a long chunk."""
+    monkeypatch.setattr(step_batches, "NEXT_CHUNK_S", 0.0)
+    scheduled = Scheduled()
+    for name in ("first", "second", "third"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.add("begins", StepKind.PREFILL, 64, 0)
+    for number in range(1, 7):
+        scheduled.add(f"goes on {number}", StepKind.PREFILL, 512, 64 * number)
+    going_on = [[f"goes on {number}"] for number in range(1, 7)]
+    assert scheduled.run() == [["first"], *going_on[:4], ["second"], *going_on[4:], ["third"], ["begins"]]
+
+
+def test_the_next_chunk_of_a_short_prompt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes a moment after the one before it was computed; nothing comes behind the last one of a prompt."""
+    monkeypatch.setattr(step_batches, "NEXT_CHUNK_S", 60.0)
+    scheduled, going_on = Scheduled(), [("goes on", StepKind.PREFILL, 64, 64), ("ends", StepKind.DECODE, 32, 128)]
+    for name in ("first", "second"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.add("begins", StepKind.PREFILL, 64, 0)
+    monkeypatch.setattr(step_batches.time, "sleep", lambda seconds: scheduled.add(*going_on.pop(0)))
+    assert scheduled.run() == [["first"], ["begins"], ["goes on"], ["ends"], ["second"]]
+
+
+def test_a_next_chunk_that_does_not_come_keeps_no_long_one_waiting() -> None:
+    """Longer than two milliseconds: its session may be closed."""
+    scheduled = Scheduled()
+    for name in ("first", "second"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.add("begins", StepKind.PREFILL, 64, 0)
+    assert scheduled.run() == [["first"], ["begins"], ["second"]]
 
 
 def test_prompts_that_have_begun_come_first() -> None:
