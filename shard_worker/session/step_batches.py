@@ -338,7 +338,8 @@ class StepBatches:
     def _alone_is_next(self) -> bool:
         """Whether it is the turn of a step that is computed alone, if one waits: others have had theirs, and no short
         prompt goes on at once."""
-        goes_on = any(map(_goes_on, self._waiting)) or time.monotonic_ns() < self._next_chunk_until_ns
+        # Others may be added meanwhile.
+        goes_on = any(map(_goes_on, [*self._waiting])) or time.monotonic_ns() < self._next_chunk_until_ns
         if not self._others_wait and not goes_on:
             return True
         return self._batches_between >= (BATCHES_OF_BEGUN if goes_on else 1)

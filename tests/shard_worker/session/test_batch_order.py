@@ -168,6 +168,22 @@ def test_a_next_chunk_that_does_not_come_keeps_no_long_one_waiting() -> None:
     assert scheduled.run() == [["first"], ["begins"], ["second"]]
 
 
+def test_a_step_may_come_while_those_that_wait_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop adds it on its own thread."""
+    scheduled, looks, coming = Scheduled(), step_batches._goes_on, [("answer", StepKind.DECODE, 1, 100)]
+
+    def goes_on(waiting: Any) -> bool:
+        if coming:
+            scheduled.add(*coming.pop())
+        return looks(waiting)
+
+    monkeypatch.setattr(step_batches, "_goes_on", goes_on)
+    scheduled.add("long", StepKind.PREFILL, 1024, 0)
+    for name in ("one", "other"):
+        scheduled.add(name, StepKind.PREFILL, 64, 0)
+    assert scheduled.run() == [["long"], ["answer", "one", "other"]]
+
+
 def test_prompts_that_have_begun_come_first() -> None:
     scheduled = Scheduled()
     scheduled.add("new", StepKind.DECODE, 64, 0)
