@@ -317,7 +317,6 @@ class StepBatches:
                 self._thread.about_to_wait()
                 time.sleep(LOOK_AGAIN_S)
                 return
-            self._batches_between += 1
             if self._launched is None:
                 self._compute(self._next(), errors)
             elif self._launched.rows[0].session.chain_length > 1:
@@ -388,8 +387,9 @@ class StepBatches:
         return [step for one in taken for step in _steps(one) if step.begins()]
 
     def _take(self, taken: Sequence[WaitingStep | tuple[WaitingStep, ...]]) -> None:
-        """Take these out of those that wait."""
+        """Take these out of those that wait, for a batch."""
         numbers = {id(one) for one in taken}
+        self._batches_between += 1
         self._prompt_goes_on = any(step.forward.kind is StepKind.PREFILL for one in taken for step in _steps(one))
         # Others may be added meanwhile, behind them.
         for _ in range(len(self._waiting)):

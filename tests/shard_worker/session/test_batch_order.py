@@ -70,9 +70,10 @@ class Session:
 class Scheduled:
     """Steps that wait on one thread. `answers` are single rows behind a prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, chain_length: int = 1) -> None:
+        self.chain_length = chain_length
         self.stage, self.sessions = RecordingStage(), list[Session]()
-        thread = SimpleNamespace(
+        self.thread = SimpleNamespace(
             serve=lambda work: None,
             notice=lambda: None,
             computes=lambda what, rows: None,
@@ -82,10 +83,10 @@ class Scheduled:
             busy=False,
         )
         nothing = SimpleNamespace(waiting=False)
-        self.steps = StepBatches(thread, self.sessions, nothing)  # type: ignore[arg-type]
+        self.steps = StepBatches(self.thread, self.sessions, nothing)  # type: ignore[arg-type]
 
     def add(self, name: str, kind: StepKind, rows: int, base: int) -> None:
-        session = Session(name, self.stage)
+        session = Session(name, self.stage, self.chain_length)
         self.sessions.append(session)
         forward = Forward(1, base, (7,) * rows, kind)
         self.steps.add(session, forward, lambda step: None, _raise)  # type: ignore[arg-type]
@@ -182,6 +183,33 @@ def test_a_step_may_come_while_those_that_wait_are_looked_at(monkeypatch: pytest
     for name in ("one", "other"):
         scheduled.add(name, StepKind.PREFILL, 64, 0)
     assert scheduled.run() == [["long"], ["answer", "one", "other"]]
+
+
+def test_looking_for_results_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chain, what is on the device is looked for many times: the short prompt is ended before the long one's next
+    chunk all the same."""
+    monkeypatch.setattr(step_batches, "NEXT_CHUNK_S", 60.0)
+    monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
+    monkeypatch.setattr(Session, "is_copied_at_once", lambda session, forward: True)
+    scheduled, looks, on_host = Scheduled(chain_length=2), iter(range(9)), SimpleNamespace(there=False)
+    whole = SimpleNamespace(on_host=on_host, argmax=None)
+
+    def launch(inputs: Sequence[Any], complete: None) -> list[Any]:
+        scheduled.stage.batches.append([given.name for given in inputs])
+        return [SimpleNamespace(whole=whole, logits=None) for _ in inputs]
+
+    def look() -> None:
+        on_host.there = next(looks, None) is None
+
+    monkeypatch.setattr(scheduled.stage, "step_together", launch)
+    monkeypatch.setattr(scheduled.thread, "about_to_wait", look)
+    monkeypatch.setattr(step_batches.time, "sleep", lambda seconds: scheduled.add("ends", StepKind.DECODE, 32, 64))
+    for name in ("first", "second"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.add("begins", StepKind.PREFILL, 64, 0)
+    scheduled.add_answers(1)
+    assert scheduled.run() == [["first"], ["answer 0", "begins"], ["ends"], ["second"]]
+    assert next(looks, None) is None
 
 
 def test_prompts_that_have_begun_come_first() -> None:
