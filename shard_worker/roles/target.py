@@ -333,7 +333,7 @@ class TargetRole(WorkerRole[LoadTarget]):
                 held, state = await self._taken_up(resting, request, loaded, None)
             elif resting is None:
                 # Behind a step that others have begun; what else is opened need not wait for the next one too.
-                allocating = self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
+                allocating = self.resources.thread.submit(self._allocated, request, loaded)
         host = SessionHost(
             self.resources.thread,
             stage,
@@ -436,6 +436,13 @@ class TargetRole(WorkerRole[LoadTarget]):
             return 0, allocate(request, loaded.stage, loaded.invariant_rows)
 
         return await self.resources.thread.submit(take_up)
+
+    def _allocated(self, request: OpenSession, loaded: LoadedStage) -> StageState:
+        """Return the memory of a new session, whose first step is to come soon; on the device thread. Errors as in
+        `allocate`."""
+        state = allocate(request, loaded.stage, loaded.invariant_rows)
+        self.batches.expect_first_step()
+        return state
 
     def _device_events(self) -> DeviceEvents:
         """Return what the device thread tells this event loop."""

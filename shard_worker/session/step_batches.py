@@ -55,6 +55,10 @@ NEXT_CHUNK_S, LOOK_AGAIN_S = 2e-3, 5e-5
 """How long the next chunk of such a prompt is waited for, which comes when the event loop has heard of the one before
 it, and how often it is looked for. A long chunk takes 17 times as long (8B shape, H200)."""
 
+FIRST_STEP_S = 4e-3
+"""How long the first step of a session that has just been opened is waited for, once between two long chunks: who asks
+for it is told that it is open, perhaps on another host."""
+
 
 class SteppingSession(Protocol):
     """What a session is to those who compute its steps, on the device thread."""
@@ -183,6 +187,9 @@ class StepBatches:
         """Whether the last batch had a chunk of a prompt that another one follows."""
         self._next_chunk_until_ns = 0
         """Until when that one is waited for."""
+        self._first_step_until_ns: int | None = None
+        """Until when the first step of a new session is waited for, 0 where it has come; None where none was opened
+        since a step was computed alone."""
         self._launched: _Launched | None = None
         """The step whose results have not been read yet."""
         self._behind: _Launched | None = None
@@ -262,6 +269,7 @@ class StepBatches:
         return result
 
     def _add(self, step: WaitingStep) -> None:
+        self._note_first(step)
         (self._alone if step.session.kind(step.forward) is None else self._waiting).append(step)
         self._thread.notice()
 
@@ -270,6 +278,7 @@ class StepBatches:
         can."""
         kinds: dict[Hashable, list[WaitingStep]] = {}
         for step in steps:
+            self._note_first(step)
             kind = step.session.kind(step.forward)
             if kind is None:
                 self._alone.append(step)
@@ -277,6 +286,16 @@ class StepBatches:
                 kinds.setdefault(kind, []).append(step)
         self._waiting.extend(map(tuple, kinds.values()))
         self._thread.notice()
+
+    def expect_first_step(self) -> None:
+        """Have the first step of a session that is being opened come before the next long chunk of a prompt, if it
+        comes soon; on the device thread. What is opened in turn with others' steps would wait for two of them."""
+        if self._first_step_until_ns is None:
+            self._first_step_until_ns = time.monotonic_ns() + int(FIRST_STEP_S * 1e9)
+
+    def _note_first(self, step: WaitingStep) -> None:
+        if step.forward.step == 0:
+            self._first_step_until_ns = 0
 
     def settle(self) -> None:
         """Read the results of what is on the device, so that all that was begun is known to its sessions, which hear of
@@ -310,7 +329,7 @@ class StepBatches:
         prompts which have begun in batches are ended first. Raises the first error of a step, behind all of them."""
         with raising_first() as errors:
             if self._alone and self._alone_is_next:
-                self._batches_between = 0
+                self._batches_between, self._first_step_until_ns = 0, None
                 self._compute_alone(self._alone.popleft(), errors)
                 return
             if not self._others_wait:
@@ -336,9 +355,10 @@ class StepBatches:
     @property
     def _alone_is_next(self) -> bool:
         """Whether it is the turn of a step that is computed alone, if one waits: others have had theirs, and no short
-        prompt goes on at once."""
+        prompt goes on or begins at once."""
+        awaited = time.monotonic_ns() < max(self._next_chunk_until_ns, self._first_step_until_ns or 0)
         # Others may be added meanwhile.
-        goes_on = any(map(_goes_on, [*self._waiting])) or time.monotonic_ns() < self._next_chunk_until_ns
+        goes_on = awaited or any(map(_goes_on, [*self._waiting]))
         if not self._others_wait and not goes_on:
             return True
         return self._batches_between >= (BATCHES_OF_BEGUN if goes_on else 1)

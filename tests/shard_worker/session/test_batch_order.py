@@ -88,7 +88,7 @@ class Scheduled:
     def add(self, name: str, kind: StepKind, rows: int, base: int) -> None:
         session = Session(name, self.stage, self.chain_length)
         self.sessions.append(session)
-        forward = Forward(1, base, (7,) * rows, kind)
+        forward = Forward(1 if base else 0, base, (7,) * rows, kind)
         self.steps.add(session, forward, lambda step: None, _raise)  # type: ignore[arg-type]
 
     def add_answers(self, count: int) -> None:
@@ -167,6 +167,36 @@ def test_a_next_chunk_that_does_not_come_keeps_no_long_one_waiting() -> None:
         scheduled.add(name, StepKind.PREFILL, 1024, 0)
     scheduled.add("begins", StepKind.PREFILL, 64, 0)
     assert scheduled.run() == [["first"], ["begins"], ["second"]]
+
+
+@pytest.mark.parametrize(("rows", "comes"), [(64, [["begins"], ["second"]]), (1024, [["second"], ["begins"]])])
+def test_the_first_step_of_a_session_is_waited_for(
+    rows: int, comes: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes a moment after the session was opened, which was in turn with a long chunk, and ends the waiting."""
+    monkeypatch.setattr(step_batches, "FIRST_STEP_S", 60.0)
+    scheduled, coming = Scheduled(), [("begins", StepKind.DECODE, rows, 0)]
+    for name in ("first", "second"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.steps.run()
+    scheduled.steps.expect_first_step()
+    monkeypatch.setattr(step_batches.time, "sleep", lambda seconds: scheduled.add(*coming.pop()))
+    assert scheduled.run() == [["first"], *comes]
+
+
+def test_sessions_that_take_no_step_keep_no_long_chunk_waiting() -> None:
+    """However many are opened: they are waited for once between two long chunks, four milliseconds long."""
+    scheduled = Scheduled()
+    for name in ("first", "second"):
+        scheduled.add(name, StepKind.PREFILL, 1024, 0)
+    scheduled.steps.run()
+    opened = 0
+    while len(scheduled.stage.batches) == 1:
+        scheduled.steps.expect_first_step()
+        opened += 1
+        scheduled.steps.run()
+    assert opened > 2
+    assert scheduled.stage.batches == [["first"], ["second"]]
 
 
 def test_a_step_may_come_while_those_that_wait_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
