@@ -378,7 +378,9 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
     """Return the answer's message."""
     match event:
         case Commit():
-            return pb.RunStageResponse(commit=commit_to_message(event))
+            message = pb.RunStageResponse()
+            _fill_commit(event, message.commit)
+            return message
         case Proposal():
             return pb.RunStageResponse(proposal=proposal_to_message(event))
         case SnapshotSaved():
@@ -391,17 +393,28 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
 
 def commit_to_message(commit: Commit) -> stage_pb2.Commit:
     """Return a step's answer as a message."""
-    message = stage_pb2.Commit(
-        step=commit.step,
-        length=commit.length,
-        token_ids=commit.token_ids,
-        more=commit.more,
-        followed=commit.followed,
-        batch_sessions=commit.batch_sessions,
-        batch_rows=commit.batch_rows,
-        propose_tokens=commit.propose_tokens,
-        batch_proposing=commit.batch_proposing,
-    )
+    message = stage_pb2.Commit()
+    _fill_commit(commit, message)
+    return message
+
+
+def _fill_commit(commit: Commit, message: stage_pb2.Commit) -> None:
+    """Fill an empty message, field by field and only where there is something: each step of each session has one, and
+    that takes half as long as to make a message of arguments and put it into another one."""
+    message.step, message.length = commit.step, commit.length
+    message.token_ids.extend(commit.token_ids)
+    if commit.more:
+        message.more = commit.more
+    if commit.followed:
+        message.followed = True
+    if commit.batch_sessions:
+        message.batch_sessions = commit.batch_sessions
+    if commit.batch_rows:
+        message.batch_rows = commit.batch_rows
+    if commit.propose_tokens:
+        message.propose_tokens = commit.propose_tokens
+    if commit.batch_proposing:
+        message.batch_proposing = commit.batch_proposing
     for timing in commit.timings:
         message.timings.add(
             forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns, passed_bytes=timing.passed_bytes
@@ -410,7 +423,6 @@ def commit_to_message(commit: Commit) -> stage_pb2.Commit:
         output_frames.logprobs_to_message(logprobs, message.logprobs.add())
     for logprobs in commit.prompt_logprobs:
         output_frames.logprobs_to_message(logprobs, message.prompt_logprobs.add())
-    return message
 
 
 def commit_from_message(message: stage_pb2.Commit) -> Commit:

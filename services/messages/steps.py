@@ -163,6 +163,19 @@ class Forward:
     more: int = 0
     least_accepted: int = 0
 
+    def is_like(self, other: Forward) -> bool:
+        """Return whether both ask for the same of as many rows, whatever tokens these have and wherever they begin."""
+        return (
+            self.step == other.step
+            and self.kind is other.kind
+            and len(self.token_ids) == len(other.token_ids)
+            and self.propose_tokens == other.propose_tokens
+            and self.more == other.more
+            and self.least_accepted == other.least_accepted
+            and self.activation == other.activation
+            and self.features == other.features
+        )
+
     @property
     def size_bytes(self) -> int:
         """The bytes of tensors and token ids, without the frame around them."""

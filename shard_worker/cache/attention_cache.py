@@ -91,8 +91,11 @@ class AttentionCache:
 
         Raises ResourceExhausted where the pool has no room for that.
         """
-        length = min(length, self.capacity)
-        self._written = max(self._written, length)
+        # Each step of each session asks, and hardly ever is anything missing.
+        if length > self.capacity:
+            length = self.capacity
+        if length > self._written:
+            self._written = length
         while self._room < length:
             if self._is_lazy:
                 self._touch()

@@ -7,6 +7,7 @@ only keep what they need to advance by any number of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class SegmentCaches:
         cls,
         config: ModelConfig,
         layers: LayerRange,
+        kinds: Mapping[KeyKind, int],
         capacity: int,
         block_rows: int,
         like: torch.Tensor,
@@ -65,10 +67,10 @@ class SegmentCaches:
     ) -> SegmentCaches:
         """Return empty caches for these layers.
 
-        capacity: positions of the longest session. block_rows: rows of its largest verify. like: a tensor on the
-        device, of the type that is computed in. page_rows: positions that are allocated at a time, None for all.
-        row_by_row: whether a block's rows are computed one by one. kv_dtype: what keys and values are kept in, None for
-        the type that is computed in. pool: as of `AttentionCache`.
+        kinds: as of `key_kinds`. capacity: positions of the longest session. block_rows: rows of its largest verify.
+        like: a tensor on the device, of the type that is computed in. page_rows: positions that are allocated at a
+        time, None for all. row_by_row: whether a block's rows are computed one by one. kv_dtype: what keys and values
+        are kept in, None for the type that is computed in. pool: as of `AttentionCache`.
         """
         linear = config.layer_kinds[layers.first : layers.last].count(LayerKind.LINEAR)
         recurrent = None
@@ -79,7 +81,7 @@ class SegmentCaches:
             AttentionCache(
                 count, kind.kv_heads, capacity, kind.head_dim, like, page_rows, kind.window, dtype=kv_dtype, pool=pool
             )
-            for kind, count in key_kinds(config, layers).items()
+            for kind, count in kinds.items()
         ]
         return cls(caches[0] if caches else None, recurrent, tuple(caches[1:]))
 
@@ -104,7 +106,9 @@ class SegmentCaches:
 
     def reserve(self, length: int) -> None:
         """Take what is missing for the first `length` positions. Errors as in `AttentionCache.reserve`."""
-        for cache in self.attentions:
+        if self.attention is not None:
+            self.attention.reserve(length)
+        for cache in self.others:
             cache.reserve(length)
 
     def shortest(self, length: int) -> int:
@@ -113,7 +117,9 @@ class SegmentCaches:
 
     def free_unseen(self, length: int) -> None:
         """Free the memory of positions that no row from `length` on sees, as `AttentionCache.free_unseen`."""
-        for cache in self.attentions:
+        if self.attention is not None:
+            self.attention.free_unseen(length)
+        for cache in self.others:
             cache.free_unseen(length)
 
     def views(self) -> list[StateView]:

@@ -81,7 +81,8 @@ class Features:
     def rows(self, count: int) -> Features:
         """Return the features of the first `count` rows."""
         first = Features()
-        self.give(first, 0, count)
+        if not self.empty:
+            self.give(first, 0, count)
         return first
 
     def give(self, other: Features, first: int, last: int) -> None:

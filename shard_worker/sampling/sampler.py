@@ -51,22 +51,23 @@ class Sampler:
         self._counts: torch.Tensor | None = None
         if any(penalty is not None for penalty in penalties):
             self._counts = torch.zeros(2, vocab_size, device=device)
+        self._always_processes = self._bias is not None or self._counts is not None or grammar is not None
+        self._chooses_largest = not sampling.temperature
 
     @property
     def is_greedy(self) -> bool:
         """Whether the chosen tokens are the argmax of the unprocessed logits."""
-        return not self._sampling.temperature and not self._is_processing
+        return self._chooses_largest and not self._is_processing
 
     @property
     def _is_processing(self) -> bool:
         """Whether bias, penalties, a grammar or masks change the logits."""
-        processed = self._bias is not None or self._counts is not None or self._grammar is not None
-        return processed or self._masks.active
+        return self._always_processes or self._masks.active
 
     def draws(self, rows: int, first_drawn: int) -> list[Draw] | None:
         """Return how the tokens behind some rows are drawn, the first of which stands at `first_drawn`; None where they
         are not, or where more than the logits' own rows counts."""
-        if not self._sampling.temperature or self._is_processing:
+        if self._chooses_largest or self._is_processing:
             return None
         return [Draw(self._sampling, first_drawn + row) for row in range(rows)]
 

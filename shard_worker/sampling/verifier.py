@@ -113,9 +113,13 @@ class Verifier:
         """
         forward, output, features = step.forward, step.output, step.features
         # Before the last row is another one, and before anything of the output can be overwritten.
-        of_prompt = self._prompt_logprobs(forward, output)
+        of_prompt, alternatives = tuple[TokenLogprobs, ...](), self._request.prompt_logprobs
+        if alternatives is not None:
+            of_prompt = self._prompt_logprobs(forward, output, alternatives)
         tokens, kind = forward.token_ids, forward.kind
-        issued = step.issued or self._issue(step, state)
+        issued = step.issued
+        if issued is None and self._ahead is not None:
+            issued = self._issue(self._ahead, step, state)
         produced: list[int] = []
         logprobs: tuple[TokenLogprobs, ...] = ()
         if issued is not None:
@@ -185,14 +189,14 @@ class Verifier:
             last = output.hidden[committed_rows - 1 : committed_rows].clone()
             self.last.remember(lambda: last)
 
-    def _prompt_logprobs(self, forward: Forward, output: StepOutput | StepPart) -> tuple[TokenLogprobs, ...]:
-        """Return the log-probabilities of the step's own tokens where the request asked for them: of those that are
-        part of the prompt, but for its first token, before which there is no row."""
-        request, head = self._request, self._stage.head
-        if request.prompt_logprobs is None or forward.kind is StepKind.VERIFY:
-            return ()
-        tokens = forward.token_ids[: max(0, request.prompt_length - forward.base_position)]
-        if not tokens:
+    def _prompt_logprobs(
+        self, forward: Forward, output: StepOutput | StepPart, alternatives: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities of those of the step's own tokens that are part of the prompt, but for its first
+        token, before which there is no row. alternatives: as of `prompt_logprobs`."""
+        head = self._stage.head
+        tokens = forward.token_ids[: max(0, self._request.prompt_length - forward.base_position)]
+        if not tokens or forward.kind is StepKind.VERIFY:
             return ()
         assert head is not None
         last = self.last.hidden
@@ -201,7 +205,7 @@ class Verifier:
             tokens = tokens[1:]
         else:
             rows = torch.cat([last, rows])
-        return prompt_logprobs(head, rows, tokens, request.prompt_logprobs)
+        return prompt_logprobs(head, rows, tokens, alternatives)
 
     def _choose(self, step: ComputedStep) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
         forward, output, head = step.forward, step.output, self._stage.head
@@ -237,13 +241,12 @@ class Verifier:
             return chosen
         return synthetic.choose(forward.token_ids, forward.base_position, chosen)
 
-    def _issue(self, step: ComputedStep, state: StageState) -> IssuedBlock | None:
+    def _issue(self, ahead: Ahead, step: ComputedStep, state: StageState) -> IssuedBlock | None:
         """Let the draft begin before the tokens are known, where that can be done: behind greedy steps that kernels
         run."""
-        ahead, forward, output, features = self._ahead, step.forward, step.output, step.features
+        forward, output, features = step.forward, step.output, step.features
         if (
-            ahead is None
-            or not step.can_be_followed_ahead
+            not step.can_be_followed_ahead
             or not forward.propose_tokens
             or not self.is_decided_on_device(forward)
             or output.argmax is None

@@ -89,9 +89,9 @@ def is_followed(more: int, length: int, token_ids: tuple[int, ...], request: Ope
 
     more: how many may follow it. length: committed tokens behind it. token_ids: the tokens that it produced.
     """
-    return (
-        bool(more and token_ids) and token_ids[-1] not in request.stop_token_ids and _tokens_left(length, request) > 0
-    )
+    if not more or not token_ids or token_ids[-1] in request.stop_token_ids:
+        return False
+    return _tokens_left(length, request) > 0
 
 
 def _tokens_left(length: int, request: OpenSession) -> int:
@@ -109,8 +109,9 @@ def following_step(
     """
     if not is_followed(step.more, length, token_ids, request):
         return None
-    # A verify produces one token more than it has draft tokens.
-    draft_tokens = draft_tokens[: _tokens_left(length, request) - 1]
+    if draft_tokens:
+        # A verify produces one token more than it has draft tokens.
+        draft_tokens = draft_tokens[: _tokens_left(length, request) - 1]
     return Forward(
         step.step + 1,
         length,

@@ -245,8 +245,7 @@ class LastStageSession(TargetSession):
             self._more = forward.more
         else:
             self._more = 0
-        commit = _answer_to(outcome, forward, length, arrived_ns, passed_bytes)
-        return replace(commit, more=self._more, followed=followed)
+        return _answer_to(outcome, forward, length, arrived_ns, passed_bytes, more=self._more, followed=followed)
 
     async def _advance_draft(
         self, forward: Forward, token_ids: tuple[int, ...], features: Features, request: DraftRequest | None
@@ -451,13 +450,13 @@ class LastStageDeviceSession(DeviceSession):
         if step.alone:
             self.announce()
             self._events.announce()
-        then = functools.partial(self._drafted, forward, outcome.token_ids, request, commit)
         if draft is not None:
+            then = functools.partial(self._drafted, forward, outcome.token_ids, request, commit)
             failed = functools.partial(self._draft_failed, then)
             base = forward.base_position
             self._drafting.add(DraftWork(draft, features, base, request, then, failed, outcome.issued))
         elif request is not None:
-            then((), 0)
+            self._drafted(forward, outcome.token_ids, request, commit, (), 0)
         elif not self._drafts_elsewhere:
             self.commit(forward.step, forward.base_position + rows)
 
@@ -542,6 +541,8 @@ class LastStageDeviceSession(DeviceSession):
         launched = self._launched_ahead
         if launched is None or launched.step != following.step:
             return self.limits.applied(following)
+        if (following.propose_tokens, following.more) == (launched.propose_tokens, launched.more):
+            return following
         return replace(following, propose_tokens=launched.propose_tokens, more=launched.more)
 
     def complete_step(self, parameters: StepParameters) -> None:
@@ -597,8 +598,18 @@ class LastStageDeviceSession(DeviceSession):
         self._tell(arrived_ns, step, together=True)
 
 
-def _answer_to(outcome: StepOutcome, forward: Forward, length: int, arrived_ns: int, passed_bytes: int = 0) -> Commit:
-    """Return a step's answer. length: the session's behind it; passed_bytes: what goes to a draft's own worker."""
+def _answer_to(
+    outcome: StepOutcome,
+    forward: Forward,
+    length: int,
+    arrived_ns: int,
+    passed_bytes: int = 0,
+    *,
+    more: int = 0,
+    followed: bool = False,
+) -> Commit:
+    """Return a step's answer. length: the session's behind it; passed_bytes: what goes to a draft's own worker; more,
+    followed: as of `Commit`."""
     elapsed_ns = max(time.monotonic_ns() - arrived_ns, outcome.forward_ns)
     return Commit(
         forward.step,
@@ -606,9 +617,11 @@ def _answer_to(outcome: StepOutcome, forward: Forward, length: int, arrived_ns: 
         outcome.token_ids,
         (StageTiming(outcome.forward_ns, elapsed_ns, passed_bytes),),
         outcome.logprobs,
-        prompt_logprobs=outcome.prompt_logprobs,
-        batch_sessions=outcome.batch_sessions,
-        batch_rows=outcome.batch_rows,
-        batch_proposing=outcome.batch_proposing,
-        propose_tokens=forward.propose_tokens,
+        more,
+        followed,
+        outcome.prompt_logprobs,
+        outcome.batch_sessions,
+        outcome.batch_rows,
+        forward.propose_tokens,
+        outcome.batch_proposing,
     )

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from services.errors import FlashsplitError
@@ -242,7 +242,7 @@ class StepBatches:
         row = self._expected.pop(step.session, None)
         if row is None:
             self._add(step)
-        elif _is_launched(row.forward, step.forward):
+        elif row.forward.is_like(step.forward):
             row.forward, row.step = step.forward, step
         else:
             step.session.take_back(computed=True)
@@ -556,7 +556,7 @@ class StepBatches:
             with contextlib.suppress(Exception):
                 given = row.session.begin(forward, number if blocks else None)
                 if not blocks:
-                    given = replace(given, token_ids=(token_of_row(last_row),))
+                    given = given.with_tokens((token_of_row(last_row),))
                 rows.append(_Row(row.session, forward, given, None))
         begun = [step for one in joining for step in _steps(one) if step.begins()]
         return self._begun(begun, errors) + rows
@@ -628,13 +628,6 @@ class StepBatches:
         self._rows += rows
         self._session_steps += sessions
         self._steps_by_rows[bisect.bisect_left(BATCH_ROW_BOUNDS, rows)] += 1
-
-
-def _is_launched(launched: Forward, asked: Forward) -> bool:
-    """Return whether a step that was launched without knowing its tokens, and perhaps where it begins, is the one that
-    is asked for."""
-    known = replace(launched, token_ids=asked.token_ids, base_position=asked.base_position)
-    return known == asked and len(launched.token_ids) == len(asked.token_ids)
 
 
 def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep, ...]:

@@ -74,7 +74,7 @@ class BatchRunner:
             page_count(config),
             rows=ROW_COUNTS[-1],
             sessions=MAX_SESSIONS,
-            caches=segment.attention_caches,
+            caches=len(segment.key_kinds),
             twins=_STEPS_LAUNCHED,
         )
         self._committing = StepParameters(device, 0, rows=1, sessions=MAX_SESSIONS)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.model.cached_tensors import PAGE_ROWS
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.cache.segment_caches import KeyKind, key_kinds
+from shard_worker.cache.segment_caches import KeyKind
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.segment import Segment
 
@@ -26,7 +26,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
 
     config = segment.config
     kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
-    caches = [*key_kinds(config, segment.layers)]
+    caches = [*segment.key_kinds]
     heads = [
         HeadShape(
             heads=one.mixer.shape.heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from services.model.layers import layer_caches
 from services.model.rope import Rope
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
-from shard_worker.cache.segment_caches import SegmentCaches, key_kinds, slots_of, state_groups
+from shard_worker.cache.segment_caches import KeyKind, SegmentCaches, key_kinds, slots_of, state_groups
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
@@ -33,9 +34,9 @@ _MOST_PAGES = 1 << 40
 """More than any session may have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
-    """The target's layers [first, last) on one device."""
+    """The target's layers [first, last) on one device. What follows from the configuration is found out once."""
 
     config: ModelConfig
     layers: LayerRange
@@ -57,20 +58,20 @@ class Segment:
     pool: PagePool = field(default_factory=PagePool)
     """Where the pages of keys and values come from."""
 
-    @property
+    @functools.cached_property
     def slots(self) -> tuple[int, ...]:
         """Each layer's place in the cache that it uses."""
         return slots_of(self.config, self.layers)
 
-    @property
+    @functools.cached_property
     def attention_shapes(self) -> frozenset[AttentionShape]:
         """All ways in which layers attend here."""
         return frozenset(shape for layer, shape in self.config.attention_shapes.items() if layer in self.layers)
 
-    @property
-    def attention_caches(self) -> int:
-        """How many attention caches a session has here."""
-        return len(key_kinds(self.config, self.layers))
+    @functools.cached_property
+    def key_kinds(self) -> Mapping[KeyKind, int]:
+        """How many layers have each of the attention caches that a session has here, in order."""
+        return key_kinds(self.config, self.layers)
 
     @property
     def session_tokens(self) -> int | None:
@@ -103,6 +104,7 @@ class Segment:
         return SegmentCaches.allocate(
             self.config,
             self.layers,
+            self.key_kinds,
             capacity,
             block_rows,
             like,

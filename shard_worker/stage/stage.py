@@ -89,6 +89,10 @@ class StepInput:
     hidden: WireTensor | None = None
     behind: int | None = None
 
+    def with_tokens(self, token_ids: tuple[int, ...]) -> StepInput:
+        """Return the same rows with other tokens."""
+        return StepInput(self.stage, self.state, token_ids, self.features, self.uncommitted, self.hidden, self.behind)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:

@@ -50,7 +50,7 @@ class StepRunner:
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
         self._parameters = StepParameters(
-            device, page_count(config), rows=ROW_COUNTS[-1], caches=segment.attention_caches
+            device, page_count(config), rows=ROW_COUNTS[-1], caches=len(segment.key_kinds)
         )
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         self._own: PerLayerRows | None = None

@@ -6,6 +6,7 @@ one copy.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,7 +123,8 @@ class StepParameters:
         self._tensor = torch.zeros(size, dtype=torch.int64, device=device)
         self.tokens, self._places, lines = self._tensor.split((rows, placed, size - rows - placed))
         self.lines = lines.view(shape)
-        self._at, self._copy_stride = rows + placed, shape[1] * length
+        self._at, self._rows, self._line, self._copy_stride = rows + placed, rows, length, shape[1] * length
+        self._numbers = memoryview(array("q", range(rows)))
         self._twins = [self._make_twin(size, rows, placed, shape) for _ in range(twins)]
         self.turn = 0
         """Which of the twins the last step has."""
@@ -173,7 +175,7 @@ class StepParameters:
 
         token_ids: of the rows, or none where activations come.
         """
-        words, at = self._words, self._at + copy * self._copy_stride
+        words, at = self._words, self._line_of(copy, 0)
         words[at], words[at + 1] = base, rows
         for word, token in enumerate(token_ids):
             words[word] = token
@@ -211,16 +213,21 @@ class StepParameters:
         of the rows count. first_sum: as of `FIRST_SUM`. behind: the session's number in the step before, where
         `complete_step` puts in the first row's position and tokens; `base` is then the highest that it may be.
         """
-        twin, last = self._twins[self.turn], first_row + rows
-        twin.placed[0, first_row:last] = session
-        twin.placed[1, first_row:last] = range(rows)
+        words, first = self._words, self._rows + first_row
+        words[first : first + rows] = array("q", (session,)) * rows
+        first += self._rows
+        words[first : first + rows] = self._numbers[:rows]
         self._words_of_tokens(first_row, token_ids)
-        line = twin.lines[copy, session]
-        line[: FIRST_ROW.value + 1] = base, rows, first_row
-        line[FIRST_SUM.value] = first_sum
-        line[BEHIND.value], line[ENDED.value] = 0 if behind is None else behind + 1, 0
-        line[COUNTED.value] = 0 if uncommitted else rows
+        line = self._line_of(copy, session)
+        words[line + BASE.value], words[line + ROWS.value], words[line + FIRST_ROW.value] = base, rows, first_row
+        words[line + FIRST_SUM.value] = first_sum
+        words[line + BEHIND.value], words[line + ENDED.value] = 0 if behind is None else behind + 1, 0
+        words[line + COUNTED.value] = 0 if uncommitted else rows
         self._set_caches(copy, session, attention, others, recurrent)
+
+    def _line_of(self, copy: int, session: int) -> int:
+        """Return where a session's numbers begin among all words."""
+        return self._at + copy * self._copy_stride + session * self._line
 
     def _words_of_tokens(self, first: int, token_ids: Sequence[int]) -> None:
         for word, token in enumerate(token_ids, first):
@@ -234,12 +241,12 @@ class StepParameters:
         others: Sequence[AttentionCache],
         recurrent: RecurrentCache | None,
     ) -> None:
-        numbers = self._twins[self.turn].lines[copy, session]
+        words, line = self._words, self._line_of(copy, session)
         if recurrent is not None:
-            numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
+            words[line + STATE.value : line + ROOM.value + 1] = array("q", recurrent.addresses)
         for index, cache in enumerate(() if attention is None else (attention, *others)):
-            first = FIRST_PAGE.value + index * self._pages
-            numbers[first : first + len(cache.addresses)] = cache.addresses
+            first = line + FIRST_PAGE.value + index * self._pages
+            words[first : first + len(cache.addresses)] = array("q", cache.addresses)
 
     # --- on their way
 
