@@ -17,6 +17,7 @@ from shard_worker.device.dtypes import OnHost
 from shard_worker.device.graph_capture import capture_graph
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
+from shard_worker.model.layer_weights import matrices_of
 from shard_worker.stage.kernel_layers import kernel_layers, page_count
 from shard_worker.stage.per_layer_rows import PerLayerRows
 from shard_worker.stage.segment import Segment
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 ROW_COUNTS = (16, 64, 128, 256, 512)
 """The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
+
+PACKED_ROW_COUNTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""The same where matrices are packed. Every tile of rows unpacks them anew, so that its rows cost time whether they are
+used or not: products of the 8B shape in int4 take 3.6 ms with 32 rows and 5.8 with 64, 8.1 with 96 and 10.1 with 128,
+and dense ones 4.6, 4.5, 5.9 and 5.1 (H200)."""
 
 MAX_SESSIONS = 128
 """The most sessions of a step."""
@@ -69,6 +75,8 @@ class BatchRunner:
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
         self._longest = config.max_position
+        self.row_counts = row_counts(segment)
+        """The numbers of rows that its steps are made with."""
         self._parameters = StepParameters(
             device,
             page_count(config),
@@ -103,7 +111,7 @@ class BatchRunner:
         drafted: blocks of a draft are verified, and it wants features.
         """
         kinds = {False, drafted and self._segment.capture is not None}
-        variants = [_variant(rows, featured) for featured in kinds for rows in ROW_COUNTS]
+        variants = [self._variant(rows, featured) for featured in kinds for rows in self.row_counts]
         with self._segment.device.current():
             for variant in variants:
                 self._capture_once(variant)
@@ -124,7 +132,7 @@ class BatchRunner:
         if len(sessions) > MAX_SESSIONS or rows > ROW_COUNTS[-1]:
             return False
         sums = sum(len(session.token_ids) * chunk_count(session.length) for session in sessions)
-        return sums <= sums_room(_made_with(rows), self._longest, alone=False)
+        return sums <= sums_room(self._made_with(rows), self._longest, alone=False)
 
     def runs_behind(self, rows: int, *, blocks: bool) -> bool:
         """Return whether a step of so many rows can be launched before the results of the last one are read: it knows
@@ -145,7 +153,7 @@ class BatchRunner:
         """Return whether a step of so many rows has been captured, so that `run` does nothing but launch it. featured:
         a draft wants features of its rows."""
         featured = featured and self._segment.capture is not None
-        return rows <= ROW_COUNTS[-1] and _variant(rows, featured) in self._captured
+        return rows <= ROW_COUNTS[-1] and self._variant(rows, featured) in self._captured
 
     def run(
         self,
@@ -162,7 +170,7 @@ class BatchRunner:
         complete: queues that the parameters are completed, where sessions are `behind`.
         """
         count = sum(len(session.token_ids) for session in sessions)
-        variant = _variant(count, features is not None and self._segment.capture is not None)
+        variant = self._variant(count, features is not None and self._segment.capture is not None)
         with self._segment.device.current():
             step = self._capture_once(variant)
             self._place(sessions)
@@ -242,7 +250,7 @@ class BatchRunner:
             first_row += rows
             first_sum += rows * chunk_count(session.length)
         # Kernels would write behind it.
-        assert first_sum <= sums_room(_made_with(first_row), self._longest, alone=False)
+        assert first_sum <= sums_room(self._made_with(first_row), self._longest, alone=False)
 
     def _capture_once(self, variant: Variant) -> CapturedStep:
         if variant not in self._captured:
@@ -287,11 +295,16 @@ class BatchRunner:
             self._tokens_made[: variant.rows].copy_(step.output.argmax)
         return step
 
+    def _made_with(self, rows: int) -> int:
+        return next(count for count in self.row_counts if rows <= count)
 
-def _made_with(rows: int) -> int:
-    return next(count for count in ROW_COUNTS if rows <= count)
+    def _variant(self, rows: int, featured: bool) -> Variant:
+        """Return the kind of a step of so many rows, of which each session says whether its own are uncommitted."""
+        return Variant(self._made_with(rows), False, featured)
 
 
-def _variant(rows: int, featured: bool) -> Variant:
-    """Return the kind of a step of so many rows, of which each session says whether its own are uncommitted."""
-    return Variant(_made_with(rows), False, featured)
+def row_counts(segment: Segment) -> tuple[int, ...]:
+    """Return the numbers of rows that steps of several sessions are made with on a segment."""
+    matrices = (matrix for weights in segment.weights for matrix in matrices_of(weights))
+    packed = any(one.nbytes < one.rows * one.columns * one.dtype.itemsize for one in matrices)
+    return PACKED_ROW_COUNTS if packed else ROW_COUNTS

@@ -243,8 +243,10 @@ class Stage:
 
     @property
     def batch_row_counts(self) -> tuple[int, ...]:
-        """The numbers of rows with which steps of several sessions are computed; empty where it is any number."""
-        return ROW_COUNTS if self.batch_runners else ()
+        """The numbers of rows with which steps of several sessions are computed; empty where it is any number, and
+        where segments have unlike ones."""
+        counts = {runner.row_counts for runner in self.batch_runners}
+        return counts.pop() if len(counts) == 1 else ()
 
     @property
     def is_recurrent(self) -> bool:

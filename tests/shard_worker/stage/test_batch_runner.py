@@ -12,11 +12,18 @@ import torch
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
 from shard_worker.model.rows import SessionRows
-from shard_worker.stage.batch_runner import BatchRunner, SessionTokens
+from shard_worker.stage.batch_runner import (
+    PACKED_ROW_COUNTS,
+    ROW_COUNTS,
+    BatchRunner,
+    SessionTokens,
+    row_counts,
+)
 from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import StepRunner
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.packed import Packed
 from tests.shard_worker.tiny import BY_KERNELS, Tiny, ids, load_stage
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +88,16 @@ def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> 
         uncommitted = [turn % 3 == 1 or (turn % 3 == 2 and draw.random() < 0.6) for _ in chosen]
         counts = [draw.choice((1, 1, 3, 8, 16) if ON_GPU else (1, 3, 4)) if later else 1 for later in uncommitted]
         compare(single, many, chosen, counts, uncommitted, draw)
+
+
+def test_packed_matrices_have_steps_of_more_numbers_of_rows(tiny: Tiny, packed: Packed) -> None:
+    """Unused rows of a step cost time there."""
+    [dense], [int4] = (
+        load_stage(path, devices=[device()], dtype="bfloat16").segments
+        for path in (tiny.path("qwen3"), packed("ct-4-group")[0])
+    )
+    assert row_counts(dense) == ROW_COUNTS
+    assert row_counts(int4) == PACKED_ROW_COUNTS
 
 
 def compare(
