@@ -213,6 +213,9 @@ class StepParameters:
         of the rows count. first_sum: as of `FIRST_SUM`. behind: the session's number in the step before, where
         `complete_step` puts in the first row's position and tokens; `base` is then the highest that it may be.
         """
+        # Words lie side by side: what is too much would be another session's.
+        assert first_row + rows <= self._rows
+        assert session < self.lines.shape[1]
         words, first = self._words, self._rows + first_row
         words[first : first + rows] = array("q", (session,)) * rows
         first += self._rows
@@ -245,6 +248,7 @@ class StepParameters:
         if recurrent is not None:
             words[line + STATE.value : line + ROOM.value + 1] = array("q", recurrent.addresses)
         for index, cache in enumerate(() if attention is None else (attention, *others)):
+            assert len(cache.addresses) <= self._pages
             first = line + FIRST_PAGE.value + index * self._pages
             words[first : first + len(cache.addresses)] = array("q", cache.addresses)
 
