@@ -57,13 +57,14 @@ class _Form:
     """How a type is read. split: takes blocks apart, uint8 [n, bytes of a block]. origin, table: as of `Packing`.
 
     run: where two codes of 4 bits are in a byte still, of how many bytes the low halves come first and then the high
-    ones; 0 where each code is in a byte of its own.
+    ones; 0 where each code is in a byte of its own. short: as of `Packing`.
     """
 
     split: Callable[[torch.Tensor], _Blocks]
     origin: int = 0
     table: tuple[int, ...] | None = None
     run: int = 0
+    short: bool = False
 
 
 def unpack_blocks(
@@ -105,9 +106,8 @@ def unpack_blocks(
     assert codes is not None
     assert scales is not None
     group, values = kind.held.group, kind.values
-    packing = Packing(Codes.BITS4 if bits == 4 else Codes.INT8, *_reading(form, bits))
     return PackedWeight(
-        packing,
+        _packing(form, bits),
         codes,
         GroupNumbers(scales, group, scale_factors, 0 if scale_factors is None else values),
         None
@@ -155,11 +155,11 @@ def _as_words(packed: torch.Tensor) -> torch.Tensor:
     return packed.contiguous().view(-1).view(torch.int32)
 
 
-def _reading(form: _Form, bits: int) -> tuple[int, tuple[float, ...] | None]:
-    """Return origin and table of the codes as they are held: those of 8 bits are the numbers that they stand for."""
+def _packing(form: _Form, bits: int) -> Packing:
+    """Return how codes are held: those of 8 bits are the numbers that they stand for."""
     if bits == 8:
-        return 0, None
-    return form.origin, None if form.table is None else tuple(map(float, form.table))
+        return Packing(Codes.INT8, short=form.short)
+    return Packing(Codes.BITS4, form.origin, None if form.table is None else tuple(map(float, form.table)))
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -352,14 +352,14 @@ def _iq3_s(blocks: torch.Tensor) -> _Blocks:
 _FORMS = {
     "Q4_0": _Form(_q4_0, origin=8, run=16),
     "Q4_1": _Form(_q4_1, run=16),
-    "Q5_0": _Form(_q5_0, origin=16),
-    "Q5_1": _Form(_q5_1),
+    "Q5_0": _Form(_q5_0, origin=16, short=True),
+    "Q5_1": _Form(_q5_1, short=True),
     "Q8_0": _Form(_q8_0),
     "Q2_K": _Form(_q2_k),
     "Q3_K": _Form(_q3_k, origin=4),
     "Q4_K": _Form(_q4_k, run=32),
-    "Q5_K": _Form(_q5_k),
-    "Q6_K": _Form(_q6_k, origin=32),
+    "Q5_K": _Form(_q5_k, short=True),
+    "Q6_K": _Form(_q6_k, origin=32, short=True),
     "IQ4_NL": _Form(_q4_0, table=IQ4_TABLE, run=16),
     "IQ4_XS": _Form(_iq4_xs, table=IQ4_TABLE, run=16),
     "MXFP4": _Form(_mxfp4, table=E2M1_DOUBLED, run=16),

@@ -118,12 +118,14 @@ class Packing:
     """What packed matrices have in common whose rows can stand in one matrix.
 
     codes: how they are stored. origin: the code of zero, subtracted from every code. table: what each 4-bit code
-    stands for, 16 numbers, or None where it stands for itself; then `origin` is 0.
+    stands for, 16 numbers, or None where it stands for itself; then `origin` is 0. short: codes of `Codes.INT8` are all
+    from -64 to 63.
     """
 
     codes: Codes
     origin: int = 0
     table: tuple[float, ...] | None = None
+    short: bool = False
 
 
 class PackedWeight(Weight):

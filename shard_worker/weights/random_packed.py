@@ -70,7 +70,7 @@ def _q4_k(maker: _Maker) -> _Parts:
 
 
 def _iq4_xs(maker: _Maker) -> _Parts:
-    scales = maker.factored(32, -32, 32, 1e-5, torch.int8)
+    scales = maker.factored(32, -32, 32, 2e-4, torch.int8)
     return Packing(Codes.BITS4, table=IQ4), maker.nibbles(), scales, None
 
 
@@ -87,11 +87,13 @@ def _q8_0(maker: _Maker) -> _Parts:
 
 
 def _q6_k(maker: _Maker) -> _Parts:
-    return Packing(Codes.INT8), maker.integers(-32, 32), maker.factored(16, -128, 128, 1e-5, torch.int8), None
+    scales = maker.factored(16, -128, 128, 2e-4, torch.int8)
+    return Packing(Codes.INT8, short=True), maker.integers(-32, 32), scales, None
 
 
 def _q5_k(maker: _Maker) -> _Parts:
-    return Packing(Codes.INT8), maker.integers(0, 32), maker.factored(32, 0, 64, 5e-5), maker.factored(32, 0, 64, -1e-3)
+    scales, offsets = maker.factored(32, 0, 64, 1e-4), maker.factored(32, 0, 64, -1e-3)
+    return Packing(Codes.INT8, short=True), maker.integers(0, 32), scales, offsets
 
 
 def _q2_k(maker: _Maker) -> _Parts:

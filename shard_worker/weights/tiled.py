@@ -4,7 +4,9 @@ A tile has 16 rows and up to 64 bytes of each. Its rows lie side by side, so tha
 follows in a row is the next tile. Where it is known which columns a lane multiplies, 16 bytes of a row that a lane
 reads at once are four words, each of another run of 16 bytes. Of such a run word t, which lane t reads, has bytes
 4 * t and on where a lane multiplies 4 neighbouring columns, and bytes 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9 where
-it multiplies 2.
+it multiplies 2. Where a byte is two codes that stand for themselves, the second and the third byte of a word are
+swapped: codes of neighbouring columns are then 16 bits apart, as the halves are that a lane multiplies together.
+Codes from -64 to 63 are held as 0 to 127, which are mantissas of bfloat16.
 Groups' numbers are transposed, those of as many columns as kernels multiply at a time in one word.
 """
 
@@ -36,6 +38,9 @@ _MOST_SPAN = 128
 
 _COPIED_BYTES = 1 << 26
 """How many bytes of codes are brought into tiles at a time."""
+
+SHORT_ORIGIN = 64
+"""What `packed.Packing.short` codes are held more by than they are."""
 
 ALL_COLUMNS = 1 << 20
 """Stands for a group, or a span of groups, that is a whole row."""
@@ -94,13 +99,15 @@ class Tiling:
 
     chunk: bytes of a row in a tile. columns: of a row whose groups' numbers are one word, one or two tiles. group: its
     columns, `ALL_COLUMNS` for one that is a row. lane_columns: of how many neighbouring
-    columns a lane reads the codes together, 0 where bytes are not in the order of lanes.
+    columns a lane reads the codes together, 0 where bytes are not in the order of lanes. swapped: the second and third
+    byte of each word are.
     """
 
     chunk: int
     columns: int
     group: int
     lane_columns: int
+    swapped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +157,8 @@ def tiling_of(packed: Packed, *, lane_columns: int) -> Tiling:
     for wide, chunk in cuts if lane_columns else cuts[1:]:
         divides = columns % wide == 0 and (group % wide == 0 or wide % group == 0)
         if divides and max(1, wide // group) * bits <= 64 and all(span % wide == 0 for span in spans):
-            return Tiling(chunk, wide, group, lane_columns)
+            swapped = lane_columns > 0 and halves == 2 and packed.packing.table is None
+            return Tiling(chunk, wide, group, lane_columns, swapped)
     raise ValueError(f"no tile fits groups of {scales.group} of its {columns} columns")
 
 
@@ -217,24 +225,37 @@ class TiledWeight(Weight):
     def _bring_codes(self, block: int, codes: torch.Tensor) -> None:
         """Take the codes of some rows, uint8 [rows, bytes of a row], into the tiles from a block of rows on."""
         held = codes.shape[1]
+        if self.packing.short:
+            codes = codes + SHORT_ORIGIN
         if len(codes) % TILE_ROWS:
             codes = F.pad(codes, (0, 0, 0, -len(codes) % TILE_ROWS))
         tiles = codes.view(-1, TILE_ROWS, held // self.tiling.chunk, *self._plain_shape)
-        order = (0, 2, 1, 5, 3, 4, 6) if self.tiling.lane_columns else (0, 2, 1, 3)
+        order = (0, 2, 1, *(3 + place for place in self._held_order))
         there = self.codes[block : block + len(tiles)]
         there.view(len(tiles), held // self.tiling.chunk, TILE_ROWS, *self._held_shape).copy_(tiles.permute(order))
 
     @property
     def _plain_shape(self) -> tuple[int, ...]:
-        """A tile's row as it stands in the matrix: words, parts of a word, lanes, and bytes of a part."""
+        """A tile's row as it stands in the matrix: words, parts of a word, lanes, and pairs of bytes of a part."""
         chunk, part = self.tiling.chunk, self.tiling.lane_columns
-        return (chunk // 16, 4 // part, 4, part) if part else (chunk,)
+        return (chunk // 16, 4 // part, 4, part // 2, 2) if part else (chunk,)
+
+    @property
+    def _held_order(self) -> tuple[int, ...]:
+        """Which of these dimensions is where a row is held: lanes, words, and then the bytes of a word."""
+        if not self.tiling.lane_columns:
+            return (0,)
+        return (2, 0, 4, 1, 3) if self.tiling.swapped else (2, 0, 1, 3, 4)
 
     @property
     def _held_shape(self) -> tuple[int, ...]:
-        """A tile's row as it is held: lanes, words, parts of a word, bytes of a part."""
-        chunk, part = self.tiling.chunk, self.tiling.lane_columns
-        return (4, chunk // 16, 4 // part, part) if part else (chunk,)
+        return tuple(self._plain_shape[place] for place in self._held_order)
+
+    def _in_plain_order(self, tiles: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return tiles' rows [..., *_held_shape] with their bytes as in the matrix. rows: how many dimensions come
+        before these."""
+        order = [rows + self._held_order.index(place) for place in range(len(self._held_order))]
+        return tiles.permute(*range(rows), *order)
 
     @property
     def _numbers_in_word(self) -> int:
@@ -323,7 +344,9 @@ class TiledWeight(Weight):
         else:
             tiles = self.codes.view(len(self.codes), -1, TILE_ROWS, *self._held_shape)
             chosen = tiles[rows // TILE_ROWS, :, rows % TILE_ROWS]
-            codes = (chosen.permute(0, 1, 3, 4, 2, 5) if self.tiling.lane_columns else chosen).flatten(1)
+            codes = self._in_plain_order(chosen, 2).flatten(1)
+        if self.packing.short:
+            codes = codes - SHORT_ORIGIN
         empty = self._empty
         offsets = None if self.offsets is None else self._selected(self.offsets, empty.offsets, rows)
         return empty.with_rows(codes.view(empty.codes.dtype), self._selected(self.scales, empty.scales, rows), offsets)
@@ -331,7 +354,7 @@ class TiledWeight(Weight):
     def _rows_in_order(self, codes: torch.Tensor) -> torch.Tensor:
         """Return blocks of rows [n, TILE_ROWS, tiles, chunk] with their bytes as in the matrix."""
         tiles = codes.view(len(codes), -1, TILE_ROWS, *self._held_shape).transpose(1, 2)
-        return (tiles.permute(0, 1, 2, 4, 5, 3, 6) if self.tiling.lane_columns else tiles).flatten(3)
+        return self._in_plain_order(tiles, 3).flatten(3)
 
     @staticmethod
     def _selected(numbers: TiledNumbers, like: Any, rows: slice | torch.Tensor) -> Any:

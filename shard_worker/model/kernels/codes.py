@@ -2,7 +2,9 @@
 
 Codes are small whole numbers, or numbers of eight bits, which the activations' type holds exactly. They are multiplied
 as they are; the sum over a group of columns, in float32, is then multiplied by the group's scale, and what the group
-adds to each of its elements by the sum of the activations there. So no element is rounded before it is added up.
+adds to each of its elements by the sum of the activations there. So no element is rounded before it is added up. Where
+groups have such offsets, what is multiplied may be a code and a number beside it, if that takes fewer instructions to
+make: the offsets take it off again.
 
 Codes are read a tile ahead, from memory to registers: no two warps multiply by the same ones, so that nothing is won
 by bringing them to where others see them. On NVIDIA's GPUs they lie in memory as `weights.tiled` says, so that a thread
@@ -23,8 +25,11 @@ import triton.language as tl
 from shard_worker.device.devices import KernelTarget
 from shard_worker.model.kernels.sums import row_sums
 from shard_worker.weights.packed import Codes
-from shard_worker.weights.tiled import TiledNumbers, TiledWeight
+from shard_worker.weights.tiled import SHORT_ORIGIN, TiledNumbers, TiledWeight
 from shard_worker.weights.weight import StackedWeight, Weight
+
+_APART = tl.constexpr(8)
+"""Columns of the smallest tile of activations, in which the groups of a single row stand apart."""
 
 _MOST_SPAN = 128
 """The most columns whose products are summed up before they are scaled."""
@@ -49,12 +54,13 @@ class Form(NamedTuple):
 
     codes: as of `Codes`. halves: codes in a byte. origin: of codes. table: what codes of 4 bits stand for, four
     words of four bytes, the first one lowest; None where they stand for themselves. assembly: PTX that makes
-    numbers of four bytes; "" where the compiler is to find out how. lane_columns: as of `Tiling`.
+    numbers of four bytes; "" where the compiler is to find out how. lane_columns, swapped: as of `Tiling`.
     chunk: bytes of a row in a tile. columns: of the one or two tiles that are multiplied in a turn, whose groups'
     numbers are one word. group: columns of a group. span: columns whose products are summed up before they are
     scaled. bytes: of them, in a row. scale, offset: types of the groups' numbers, "" for no offsets. scale_span,
     offset_span: columns that share a factor of these, 0 for no factors. sums: columns of a sum of the activations,
-    which offsets are multiplied by. factor: what all scales are multiplied by.
+    which offsets are multiplied by. factor: what all scales are multiplied by. excess: how much more the numbers are
+    that `assembly` makes than what codes stand for, which offsets make up for.
     """
 
     codes: str
@@ -63,6 +69,7 @@ class Form(NamedTuple):
     table: tuple[int, ...] | None
     assembly: str
     lane_columns: int
+    swapped: bool
     chunk: int
     columns: int
     group: int
@@ -74,22 +81,30 @@ class Form(NamedTuple):
     offset_span: int
     sums: int
     factor: float
+    excess: int
 
 
 def form_of(weight: TiledWeight) -> Form:
     """Return what kernels are compiled with for a matrix. Raises ValueError, with the reason, where there are none."""
     packing, tiling, scales, offsets = weight.packing, weight.tiling, weight.scales, weight.offsets
+    origin = packing.origin + SHORT_ORIGIN if packing.short else packing.origin
     table, factor = _table_words(packing.table)
     halves = 2 if packing.codes is Codes.BITS4 else 1
     span = min(tiling.group, tiling.columns, _MOST_SPAN)
     exact = "bf16" if weight.dtype is torch.bfloat16 else "f16" if weight.dtype is torch.float16 else ""
+    assembly, excess = "", 0
+    if tiling.lane_columns and exact:
+        assembly, excess = _assembly(
+            packing.codes, origin, table, exact, short=packing.short, exceeds=offsets is not None
+        )
     return Form(
         codes=str(packing.codes),
         halves=halves,
-        origin=packing.origin,
+        origin=origin,
         table=table,
-        assembly=_assembly(packing.codes, packing.origin, table, exact) if tiling.lane_columns and exact else "",
+        assembly=assembly,
         lane_columns=tiling.lane_columns,
+        swapped=tiling.swapped,
         chunk=tiling.chunk,
         columns=tiling.columns,
         group=tiling.group,
@@ -101,6 +116,7 @@ def form_of(weight: TiledWeight) -> Form:
         offset_span=0 if offsets is None else offsets.span,
         sums=min(_SUMS, span),
         factor=factor,
+        excess=excess,
     )
 
 
@@ -122,6 +138,16 @@ def _table_words(table: tuple[float, ...] | None) -> tuple[tuple[int, ...] | Non
     raise ValueError(f"its table {table} is not one of whole numbers from -128 to 127, nor of halves or quarters")
 
 
+def multiplies_apart(form: Form) -> bool:
+    """Return whether the groups of a single row are multiplied as if they were rows of their own.
+
+    A matrix instruction takes 8 rows of activations at least. In each of them stands one group of the only row, and
+    zeros in place of the others, so that a turn's products are in one place when they are to be scaled: by a thread for
+    each row of weights, rather than by four that scale zeros too, group after group.
+    """
+    return form.lane_columns > 0 and 4 <= form.columns // form.span <= 8
+
+
 def multiplies_together(target: KernelTarget | None, width: int, height: int, warps: int) -> bool:
     """Return whether a tile [width, columns] is multiplied by so many rows of activations with Hopper's instructions
     for four warps, where Triton chooses them."""
@@ -132,13 +158,17 @@ _SPREAD = "prmt.b32 a, $IN, 0, 0x4140; prmt.b32 b, $IN, 0, 0x4342;"
 """Four bytes become the low bytes of four halves of words: bits of a number whose lowest place counts 1."""
 
 
-def _assembly(codes: Codes, origin: int, table: tuple[int, ...] | None, exact: str) -> str:
-    """Return PTX that makes pairs of numbers of four bytes: two words of low halves and two of high ones, or just two.
+def _assembly(
+    codes: Codes, origin: int, table: tuple[int, ...] | None, exact: str, *, short: bool, exceeds: bool
+) -> tuple[str, int]:
+    """Return PTX that makes pairs of numbers of four bytes: two words of low halves and two of high ones, or just two;
+    and how much more these are than what the codes stand for.
 
-    exact: "bf16" or "f16". A number of 128 (1024 in float16) counts 1 in its lowest place, so that a code put there
+    exact: "bf16" or "f16". short: as of `Packing`, with the codes held as `TiledWeight` holds them. exceeds: whether
+    they may be more. A number of 128 (1024 in float16) counts 1 in its lowest place, so that a code put there
     makes it 128 more than the code.
     """
-    magic, one = {"bf16": (0x4300, 0x3F80), "f16": (0x6400, 0x3C00)}[exact]
+    magic, one, most = {"bf16": (0x4300, 0x3F80, 128), "f16": (0x6400, 0x3C00, 1024)}[exact]
     negative = magic | 0x8000
 
     def pair(number: int) -> str:
@@ -152,8 +182,11 @@ def _assembly(codes: Codes, origin: int, table: tuple[int, ...] | None, exact: s
         )
 
     def nibble(out: int, word: str) -> str:
+        if exceeds:
+            return f"lop3.b32 ${out}, {word}, 0x000F000F, {pair(magic)}, 0xEA; "
         return f"lop3.b32 c, {word}, 0x000F000F, {pair(magic)}, 0xEA; fma.rn.{exact}x2 ${out}, c, one, bias; "
 
+    excess = 0
     if codes is Codes.BITS4 and table is not None:
         steps = ""
         for out in (0, 1):
@@ -169,12 +202,17 @@ def _assembly(codes: Codes, origin: int, table: tuple[int, ...] | None, exact: s
             )
         body = f"mov.b32 w, $IN; {steps}"
     elif codes is Codes.BITS4:
-        high = "shr.b32 a, a, 4; shr.b32 b, b, 4; "
-        body = (
-            f"mov.b32 bias, {pair(negative | origin)}; {_SPREAD} "
-            + (nibble(0, "a") + nibble(1, "b"))
-            + (high + nibble(2, "a") + nibble(3, "b"))
-        )
+        excess = most + origin if exceeds else 0
+        body = f"mov.b32 w, $IN; mov.b32 bias, {pair(negative | origin)}; " + nibble(0, "w")
+        for out, shift in ((1, 8), (2, 4), (3, 12)):
+            body += f"shr.b32 a, w, {shift}; " + nibble(out, "a")
+    elif short:
+        excess = most + origin if exceeds else 0
+        body = f"mov.b32 bias, {pair(negative | origin)}; mov.b32 d, {pair(magic)}; "
+        for out, places in ((0, 0x5150), (1, 0x5352)):
+            made = f"${out}" if exceeds else "c"
+            body += f"prmt.b32 {made}, $IN, d, 0x{places:X}; "
+            body += "" if exceeds else f"fma.rn.{exact}x2 ${out}, c, one, bias; "
     elif codes is Codes.INT8 and origin == 0:
         body = f"{_SPREAD} " + whole(0, "a") + whole(1, "b")
     elif codes is Codes.FLOAT8:
@@ -187,10 +225,10 @@ def _assembly(codes: Codes, origin: int, table: tuple[int, ...] | None, exact: s
                 f"lop3.b32 a, a, 0x80008000, b, 0xEA; fma.rn.{exact}x2 ${out}, a, one, bias; "
             )
     else:
-        return ""
+        return "", 0
     outputs = 4 if codes is Codes.BITS4 else 2
     registers = f".reg .b32 a, b, c, d, e, w, one, bias; mov.b32 one, {pair(one)}; "
-    return "{ " + registers + body.replace("$IN", f"${outputs}") + "}"
+    return "{ " + registers + body.replace("$IN", f"${outputs}") + "}", excess
 
 
 @triton.jit
@@ -211,7 +249,7 @@ def _of_4_bits(codes, FORM: tl.constexpr, KIND: tl.constexpr):
         high = tl.where((codes & 4) != 0, FORM.table[3], FORM.table[2])
         word = tl.where((codes & 8) != 0, high, low).to(tl.uint32)
         return _exactly((word >> ((codes & 3) * 8).to(tl.uint32)).to(tl.int8), KIND)
-    return _exactly(codes - FORM.origin, KIND)
+    return _exactly(codes - FORM.origin + FORM.excess, KIND)
 
 
 @triton.jit
@@ -244,13 +282,14 @@ def _numbers(
             numbers = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, TOGETHER, FORM)
             return numbers, numbers
     else:
-        even = tl.join(words & 255, (words >> 16) & 255)
-        odd = tl.join((words >> 8) & 255, (words >> 24) & 255)
-        codes = _placed(tl.join(even, odd), WIDTH, SIZE, WARPS, TOGETHER, FORM)
+        first, second = tl.join(words & 255, (words >> 16) & 255), tl.join((words >> 8) & 255, (words >> 24) & 255)
+        if FORM.swapped:
+            first, second = tl.join(words & 255, (words >> 8) & 255), tl.join((words >> 16) & 255, (words >> 24) & 255)
+        codes = _placed(tl.join(first, second), WIDTH, SIZE, WARPS, TOGETHER, FORM)
         if FORM.halves == 2:
             return _of_4_bits(codes & 15, FORM, KIND), _of_4_bits(codes >> 4, FORM, KIND)
         elif FORM.codes == "int8":
-            numbers = _exactly(((codes << 24) >> 24) - FORM.origin, KIND)
+            numbers = _exactly(((codes << 24) >> 24) - FORM.origin + FORM.excess, KIND)
             return numbers, numbers
         else:
             numbers = _widened(codes, KIND)
@@ -366,6 +405,19 @@ def _ends_span(at: int, half: int, halves: int, size: int, span: int) -> bool:
 
 
 @triton.constexpr_function
+def _span_that_ends(place: int, halves: int, size: int, span: int) -> int:
+    """Return the index of the span of a turn that ends in a place of the order in which `size` bytes of both tiles
+    after each other end them."""
+    ends = [
+        _index(at, half, halves, span)
+        for at in range(0, (place + 2) * span, size)
+        for half in range(halves)
+        if _ends_span(at, half, halves, size, span)
+    ]
+    return ends[place]
+
+
+@triton.constexpr_function
 def _byte_of_float(index: int) -> str:
     """Return PTX that makes 2**23 and a byte of a word a float32: at that exponent the lowest place counts 1."""
     return f"prmt.b32 $0, $1, 0x4B000000, 0x754{index % 4};"
@@ -385,15 +437,16 @@ def _multiple(word, factor, INDEX: tl.constexpr, KIND: tl.constexpr, BY_FMA: tl.
     """Return `_number` times a factor, rounded once. BY_FMA: without a conversion of bytes, which GPUs do at an eighth
     of the rate at which they multiply."""
     if BY_FMA and (KIND == "u8" or KIND == "i8"):
-        # What the fma takes off again: 2**23, and 128 more where the sign was turned over.
-        excess: tl.constexpr = 8388608.0 if KIND == "u8" else 8388736.0
         bits = _half(word, INDEX, KIND).to(tl.int32)
         if KIND == "i8":
             bits ^= -0x7F7F7F80
         raised = tl.inline_asm_elementwise(
             _byte_of_float(INDEX), "=r,r", [bits], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
-        return tl.fma(raised, factor, -excess * factor)
+        if KIND == "i8":
+            # A product of what was added has too many places: 2**23, and 128 where the sign was turned over.
+            return (raised - 8388736.0) * factor
+        return tl.fma(raised, factor, -8388608.0 * factor)
     else:
         return _number(word, INDEX, KIND) * factor
 
@@ -448,6 +501,8 @@ def _scaled(
     if FORM.offset != "":
         offset_kind: tl.constexpr = FORM.offset
         offset = _multiple(offset_words, offset_factor, INDEX, offset_kind, BY_FMA)
+        if FORM.excess:
+            offset = tl.fma(scale, -1.0 * FORM.excess, offset)
         total += offset[:, None] * x_sums[None, :]
     return total
 
@@ -480,9 +535,38 @@ def _sums_of_span(
 
 
 @triton.jit
+def _scaled_apart(
+    total, products, words, factor, offset_words, offset_factor, sums, sums_tile, present, AT: tl.constexpr,
+    WIDTH: tl.constexpr, SUMS: tl.constexpr, BY_TURN: tl.constexpr, BY_FMA: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """As `_scaled`, of a single row: total is [width, 1], and products are those of all spans of a turn."""
+    x_sums = sums
+    if FORM.offset != "":
+        each: tl.constexpr = FORM.span // FORM.sums
+        x_sums = _sums_of_span(sums, sums_tile, present, AT * each, each, 1, SUMS, BY_TURN)
+    return _scaled(
+        total, _column_of(products, AT, WIDTH, _APART)[:, None], words, factor, offset_words, offset_factor, x_sums,
+        AT * FORM.span // FORM.group, BY_FMA, FORM,
+    )  # fmt: skip
+
+
+@triton.jit
 def _tile_at(codes, rows, held, chunk: tl.constexpr):
     """Return where rows begin in a matrix of tiles whose rows have `held` bytes, in words."""
     return codes + rows // 16 * (4 * held) + rows % 16 * (chunk // 4)
+
+
+@triton.jit
+def _present(columns, ms, rows, APART: tl.constexpr, SPAN: tl.constexpr):
+    """Return which elements of a tile of activations there are, [columns, rows], or one of these for all of either.
+
+    columns: of the turn. APART: as of `multiplies_apart`; else rows ms of the activations are in the tile.
+    """
+    present = (ms < rows)[None, :]
+    if APART > 0:
+        spans = tl.max_constancy(columns // SPAN, SPAN)
+        present = present & (tl.arange(0, APART)[None, :] == spans[:, None])
+    return present
 
 
 @triton.jit
@@ -500,7 +584,9 @@ def packed_sums(
     these are. BLOCK_DEPTH: FORM.columns. TOGETHER: as of `multiplies_together`.
     """
     kind: tl.constexpr = x.dtype.element_ty
-    size: tl.constexpr = FORM.bytes
+    apart: tl.constexpr = BLOCK_ROWS == 1
+    wide: tl.constexpr = _APART if apart else BLOCK_ROWS
+    size: tl.constexpr = FORM.chunk if apart and FORM.span >= 32 else FORM.bytes
     halves: tl.constexpr = FORM.halves
     chunk: tl.constexpr = FORM.chunk
     chunks: tl.constexpr = BLOCK_DEPTH // (halves * chunk)
@@ -508,9 +594,10 @@ def packed_sums(
     word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
     turn_sums: tl.constexpr = BLOCK_DEPTH // FORM.sums
     span_sums: tl.constexpr = FORM.span // FORM.sums
+    spans: tl.constexpr = BLOCK_DEPTH // FORM.span
     # Either costs registers that few rows' programs, which are small, have better uses for. Tried on an H200.
-    by_turn: tl.constexpr = FORM.offset != "" and (BLOCK_ROWS > 8 or not PAIRED)
-    by_fma: tl.constexpr = FORM.assembly != "" and (BLOCK_ROWS > 8 or not by_turn)
+    by_turn: tl.constexpr = FORM.offset != "" and (BLOCK_ROWS > 8 or not PAIRED or apart)
+    by_fma: tl.constexpr = FORM.assembly != "" and not apart and (BLOCK_ROWS > 8 or not by_turn)
     places = tl.arange(0, BLOCK_WIDTH)
     read = _read_rows(BLOCK_WIDTH, FORM.lane_columns > 0, WARPS)
     # The last block reads some rows twice rather than rows that are not there.
@@ -527,8 +614,7 @@ def packed_sums(
     if FORM.lane_columns > 0:
         c_at = tl.max_contiguous(tl.multiple_of(c_at, (1, chunk // 4)), (1, chunk // 16))
         o_at = tl.max_contiguous(tl.multiple_of(o_at, (1, chunk // 4)), (1, chunk // 16))
-    present = (ms < rows)[None, :]
-    x_at = x + ms[None, :] * depth + first + column[:, None]
+    x_at = tl.broadcast_to(x + ms[None, :] * depth + first + column[:, None], (size, wide))
     s_at = ms
     if FORM.offset != "":
         s_at = sums + ms * (depth // FORM.sums) + first // FORM.sums
@@ -573,8 +659,8 @@ def packed_sums(
         sums_tile = places
         if by_turn:
             sums_tile = tl.load(s_at[:, None] + tl.arange(0, turn_sums)[None, :], mask=(ms < rows)[:, None], other=0.0)
-        product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
-        u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+        product = tl.zeros((BLOCK_WIDTH, wide), tl.float32)
+        u_product = tl.zeros((BLOCK_WIDTH, wide), tl.float32)
         for number in tl.static_range(chunks):
             tile = first_codes if number == 0 else second_codes
             u_tile = tile
@@ -594,13 +680,20 @@ def packed_sums(
                         BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind,
                     )  # fmt: skip
                 for half in tl.static_range(halves):
+                    present = _present(
+                        _column(number * chunk + part * size, half, halves) + column,
+                        ms,
+                        rows,
+                        wide if apart else 0,
+                        FORM.span,
+                    )
                     x_tile = tl.load(
                         x_at + _column(number * chunk + part * size, half, halves), mask=present, other=0.0
                     )
                     product = tl.dot(low if half == 0 else high, x_tile, product, input_precision=PRECISION)
                     if PAIRED:
                         u_product = tl.dot(u_low if half == 0 else u_high, x_tile, u_product, input_precision=PRECISION)
-                    if _ends_span(number * chunk + part * size, half, halves, size, FORM.span):
+                    if not apart and _ends_span(number * chunk + part * size, half, halves, size, FORM.span):
                         x_sums = places
                         if FORM.offset != "":
                             x_sums = _sums_of_span(
@@ -619,6 +712,19 @@ def packed_sums(
                                 _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
                             )  # fmt: skip
                             u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+        if apart:
+            for place in tl.static_range(spans):
+                total = _scaled_apart(
+                    total, product, words, factor, o_words, o_factor, s_at, sums_tile, ms < rows,
+                    _span_that_ends(place, halves, FORM.bytes, FORM.span), BLOCK_WIDTH, turn_sums, by_turn, by_fma,
+                    FORM,
+                )  # fmt: skip
+                if PAIRED:
+                    other = _scaled_apart(
+                        other, u_product, u_words, u_factor, uo_words, uo_factor, s_at, sums_tile, ms < rows,
+                        _span_that_ends(place, halves, FORM.bytes, FORM.span), BLOCK_WIDTH, turn_sums, by_turn, by_fma,
+                        FORM,
+                    )  # fmt: skip
         words, factor, o_words, o_factor = next_words, next_factor, next_o_words, next_o_factor
         u_words, u_factor, uo_words, uo_factor = next_u_words, next_u_factor, next_uo_words, next_uo_factor
         first_codes, second_codes = next_first, next_second

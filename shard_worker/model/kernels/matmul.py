@@ -20,7 +20,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
-from shard_worker.model.kernels.codes import Form, form_of, group_sums, multiplies_together, packed_sums, wants_sums
+from shard_worker.model.kernels.codes import (
+    Form,
+    form_of,
+    group_sums,
+    multiplies_apart,
+    multiplies_together,
+    packed_sums,
+    wants_sums,
+)
 from shard_worker.model.kernels.elementwise import gated, geglu, swiglu
 from shard_worker.model.kernels.heads import Heads, constants, finish_heads
 from shard_worker.model.kernels.sums import row_sums
@@ -637,7 +645,8 @@ def choose_packed(
 
     matrices: how many of its shape a row is multiplied by.
 
-    A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. More rows of activations
+    A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. A single row of
+    activations is a tile of its own where its groups are multiplied apart. More rows of activations
     than 16 take tiles as high as registers and sums in one order allow. On Hopper four warps multiply 16 rows of
     weights each together, unless a turn has so many columns that threads would have to exchange them for that.
     """
@@ -653,7 +662,9 @@ def choose_packed(
         wide = head_dim or (64 if paired or width <= 64 * processors else 128)
         # CDNA's warps are twice as large, and have twice the registers.
         warps = max(1, min(4, wide // 16) if target is not None and target.lane_registers > 256 else wide // 16)
-    if rows <= _TILE_ROWS // 2 and form.lane_columns:
+    if rows == 1 and multiplies_apart(form):
+        height = 1
+    elif rows <= _TILE_ROWS // 2 and form.lane_columns:
         height = _TILE_ROWS // 2
     elif few or target is None or target.one_tile_height:
         height = _TILE_ROWS

@@ -87,8 +87,9 @@ def test_the_order_in_which_lanes_multiply_changes_no_product(
     kind: str, lane_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and columns are brought back to their order: with 16, 32 and 64 bytes at a time, and tiles of 32 bytes;
-    where warps multiply by themselves and together."""
+    where warps multiply by themselves and together; several rows, and one whose groups are multiplied apart."""
     from shard_worker.model.kernels import codes, matmul
+    from shard_worker.model.kernels.codes import multiplies_apart
 
     form_of = codes.form_of
     # The interpreter does not run PTX.
@@ -104,6 +105,9 @@ def test_the_order_in_which_lanes_multiply_changes_no_product(
             for together in (False, True):
                 monkeypatch.setattr(matmul, "multiplies_together", lambda *_, together=together: together)
                 assert near(matmul.linear(x, held, config=config)[0], expected)
+                if multiplies_apart(form_of(held)):
+                    alone = config._replace(height=1)
+                    assert near(matmul.linear(x[:1], held, config=alone)[0], expected[:1])
 
 
 @pytest.mark.parametrize("kind", KINDS if ON_GPU else ["q4_k"])

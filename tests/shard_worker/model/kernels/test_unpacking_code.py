@@ -10,7 +10,7 @@ import torch
 
 from shard_worker.weights.packed import Codes, PackedWeight
 from shard_worker.weights.random_packed import random_packed
-from shard_worker.weights.tiled import TiledWeight, tiling_of
+from shard_worker.weights.tiled import SHORT_ORIGIN, TiledWeight, tiling_of
 
 MASK = 0xFFFFFFFF
 
@@ -73,13 +73,14 @@ def run(assembly: str, word: int, outputs: int, dtype: torch.dtype) -> list[int]
 def numbers_of(weight: PackedWeight, codes: torch.Tensor) -> list[float]:
     """What codes of 0 to 15 or of eight bits stand for, without their scales."""
     if weight.packing.codes is not Codes.BITS4:
-        return codes.to(torch.uint8).view(weight.codes.dtype).double().tolist()
+        held = codes.to(torch.uint8).view(weight.codes.dtype).double()
+        return (held - SHORT_ORIGIN if weight.packing.short else held).tolist()
     table = weight.packing.table
     return [code - weight.packing.origin if table is None else table[code] for code in codes.tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["int4", "q4_k", "iq4_xs", "mxfp4", "q8_0", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "q4_k", "awq", "iq4_xs", "mxfp4", "q8_0", "q6_k", "q5_k", "fp8"])
 def test_bytes_become_what_they_stand_for(kind: str, dtype: torch.dtype) -> None:
     """Every byte, in every place of a word: first the low halves of all, then the high ones."""
     from shard_worker.model.kernels.codes import form_of
@@ -90,8 +91,10 @@ def test_bytes_become_what_they_stand_for(kind: str, dtype: torch.dtype) -> None
         # NaN is no number that a matrix holds.
         places = ((first + 67 * place) % 256 for place in range(4))
         chosen = [0 if kind == "fp8" and byte & 127 == 127 else byte for byte in places]
+        if weight.packing.short:
+            chosen = [byte & 127 for byte in chosen]
         written = run(form.assembly, int.from_bytes(bytes(chosen), "little"), 2 * form.halves, dtype)
         found = [number for word in written for number in halves(word, dtype)]
-        held = torch.tensor(chosen)
+        held = torch.tensor(chosen)[[0, 2, 1, 3] if form.swapped else [0, 1, 2, 3]]
         expected = numbers_of(weight, torch.cat([held & 15, held >> 4]) if form.halves == 2 else held)
-        assert found == expected
+        assert found == [number + form.excess for number in expected]
