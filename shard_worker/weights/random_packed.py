@@ -41,7 +41,7 @@ class _Maker:
     def factored(
         self, group: int, first: int, last: int, size: float, dtype: torch.dtype = torch.uint8
     ) -> GroupNumbers:
-        """Whole numbers for groups, and a factor for 256 columns."""
+        """Whole numbers for groups, and a factor for 256 columns, which has 9 bits or more from a size of 5e-5 on."""
         values = self._whole(self.columns // group, first, last, dtype)
         return GroupNumbers(values, group, self.floats(256, torch.float16, size), 256)
 
@@ -70,7 +70,7 @@ def _q4_k(maker: _Maker) -> _Parts:
 
 
 def _iq4_xs(maker: _Maker) -> _Parts:
-    scales = maker.factored(32, -32, 32, 2e-4, torch.int8)
+    scales = maker.factored(32, -32, 32, 5e-5, torch.int8)
     return Packing(Codes.BITS4, table=IQ4), maker.nibbles(), scales, None
 
 
@@ -87,12 +87,12 @@ def _q8_0(maker: _Maker) -> _Parts:
 
 
 def _q6_k(maker: _Maker) -> _Parts:
-    scales = maker.factored(16, -128, 128, 2e-4, torch.int8)
+    scales = maker.factored(16, -128, 128, 5e-5, torch.int8)
     return Packing(Codes.INT8, short=True), maker.integers(-32, 32), scales, None
 
 
 def _q5_k(maker: _Maker) -> _Parts:
-    scales, offsets = maker.factored(32, 0, 64, 1e-4), maker.factored(32, 0, 64, -1e-3)
+    scales, offsets = maker.factored(32, 0, 64, 5e-5), maker.factored(32, 0, 64, -1e-3)
     return Packing(Codes.INT8, short=True), maker.integers(0, 32), scales, offsets
 
 
