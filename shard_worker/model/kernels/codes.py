@@ -493,7 +493,7 @@ def _scaled(
     total, product, words, factor, offset_words, offset_factor, x_sums, INDEX: tl.constexpr, BY_FMA: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of a span to the total: both float32 [width, rows]."""
+    """Add the product of a span to the total: both float32 [width, rows]. Offsets take off what `Form.excess` adds."""
     # Triton 3.6 takes strings of a tuple for constants only by a name of their own.
     scale_kind: tl.constexpr = FORM.scale
     scale = _multiple(words, factor, INDEX, scale_kind, BY_FMA)
@@ -564,6 +564,7 @@ def _present(columns, ms, rows, APART: tl.constexpr, SPAN: tl.constexpr):
     """
     present = (ms < rows)[None, :]
     if APART > 0:
+        # Said to the compiler, which otherwise copies activations one by one.
         spans = tl.max_constancy(columns // SPAN, SPAN)
         present = present & (tl.arange(0, APART)[None, :] == spans[:, None])
     return present
