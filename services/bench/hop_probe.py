@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import click
@@ -39,6 +39,7 @@ from services.rpc.peers import Peers
 from services.rpc.shared_memory import SharedMemoryServicer
 from services.rpc.stage import StageServicer, StageSession
 from services.same_host.link import SharedLinks
+from services.streams.direct_queue import DirectQueue
 from services.streams.step_lane import StepLane
 
 _BARE = "flashsplit.probe.Bare"
@@ -109,10 +110,10 @@ class _Session(StageSession):
 
     def __init__(self, identity: StageIdentity) -> None:
         self.stages = (identity,)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: DirectQueue[Event] = DirectQueue()
 
     async def forward(self, forward: Forward) -> None:
-        self._events.put_nowait(Commit(forward.step, 0, (), ()))
+        self._events.put(Commit(forward.step, 0, (), ()))
 
     async def limit_steps(self, limit: StepLimit) -> None:
         raise Unavailable("nothing follows a probe's step by itself")
@@ -126,6 +127,9 @@ class _Session(StageSession):
     async def events(self) -> AsyncIterator[Event]:
         while True:
             yield await self._events.get()
+
+    def answer_at_once(self, take: Callable[[Event], bool]) -> None:
+        self._events.take = take
 
     async def close(self, why: str = CLOSED) -> None:
         """Nothing to free."""

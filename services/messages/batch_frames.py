@@ -8,7 +8,7 @@ this is possible without knowing the model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
@@ -74,8 +74,7 @@ class StepBatch:
             forward = step.forward
             first, end = end, end + len(forward.token_ids)
             pieces = tuple(FeatureSlice(forward.base_position, rows.cut(first, end), index) for index, rows in features)
-            whole = replace(forward, activation=activation.cut(first, end), features=pieces)
-            yield BatchStep(step.stream_id, whole)
+            yield BatchStep(step.stream_id, forward.with_rows(activation.cut(first, end), pieces))
 
 
 @record(frozen=True, slots=True)

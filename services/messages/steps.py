@@ -164,13 +164,13 @@ class Forward:
     least_accepted: int = 0
 
     def is_like(self, other: Forward) -> bool:
-        """Return whether both ask for the same of as many rows, whatever tokens these have and wherever they begin."""
+        """Return whether both ask for the same of as many rows, whatever tokens these have, wherever they begin, and
+        however many steps follow."""
         return (
             self.step == other.step
             and self.kind is other.kind
             and len(self.token_ids) == len(other.token_ids)
             and self.propose_tokens == other.propose_tokens
-            and self.more == other.more
             and self.least_accepted == other.least_accepted
             and self.activation == other.activation
             and self.features == other.features
@@ -183,6 +183,20 @@ class Forward:
         if self.activation is not None:
             tensors.append(self.activation)
         return TOKEN_BYTES * len(self.token_ids) + sum(tensor.size_bytes for tensor in tensors)
+
+    def with_rows(self, activation: WireTensor | None, features: tuple[FeatureSlice, ...]) -> Forward:
+        """Return the same step with these tensors, in a third of the time that `replace` takes."""
+        return Forward(
+            self.step,
+            self.base_position,
+            self.token_ids,
+            self.kind,
+            self.propose_tokens,
+            activation,
+            features,
+            self.more,
+            self.least_accepted,
+        )
 
     def with_own_memory(self) -> Forward:
         """Return the same step with an activation in memory of its own."""
@@ -297,6 +311,26 @@ class Commit:
     batch_rows: int = 0
     propose_tokens: int = 0
     batch_proposing: int = 0
+
+    def passed_up(self, timing: StageTiming, more: int, propose_tokens: int) -> Commit:
+        """Return the same answer as the stage before gets it, in a third of the time that `replace` takes.
+
+        timing: of the stage that passes it up.
+        """
+        return Commit(
+            self.step,
+            self.length,
+            self.token_ids,
+            (timing, *self.timings),
+            self.logprobs,
+            more,
+            self.followed,
+            self.prompt_logprobs,
+            self.batch_sessions,
+            self.batch_rows,
+            propose_tokens,
+            self.batch_proposing,
+        )
 
 
 @record(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from services.messages.steps import (
     FailureReason,
     Forward,
     OpenSession,
+    Proposal,
     SnapshotRestore,
     SnapshotRestored,
     SnapshotSave,
@@ -125,6 +126,10 @@ class StageSession(Protocol):
         """Yield what comes back: one Commit for each step, in order; a Proposal behind it where one was asked for;
         a SnapshotSaved or SnapshotRestored for each request; a Failure when something below broke."""
 
+    def answer_at_once(self, take: Callable[[Event], bool]) -> None:
+        """Have events handed over as they come, behind those that `events` has yielded, rather than wake its reader:
+        `take` returns whether it is done with one, which `events` yields otherwise. To be called before `events`."""
+
     async def close(self, why: str = CLOSED) -> None:
         """Free the session here and below. Safe to call twice. why: what ended it, in a word for the log; LEFT and
         CANCELLED leave its state to rest, where it may."""
@@ -186,6 +191,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 await stream.write(pb.RunStageResponse(opened=opened))
                 if lane is not None:
                     stream.use_lane(lane)
+                session.answer_at_once(functools.partial(self._answer_now, stream, ahead))
                 # A failure that was answered in-band decides over an error that it caused in the other loop.
                 await first_done(self._answer(session, stream, ahead), self._receive(session, stream, ahead))
             finally:
@@ -272,11 +278,24 @@ class StageServicer(pb_grpc.StageServiceServicer):
     async def _answer(session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
             await stream.write(event_to_message(event))
-            # The last answer to a frame: the steps that follow it by themselves came in none.
-            if isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more):
+            if _ends_frame(event):
                 ahead.release()
             if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                 return
+
+    @staticmethod
+    def _answer_now(stream: ServerStream, ahead: asyncio.Semaphore, event: Event) -> bool:
+        """Send what a step came to, if that can be done at once; return whether it was."""
+        if not isinstance(event, Commit | Proposal) or not stream.write_now(functools.partial(event_to_message, event)):
+            return False
+        if _ends_frame(event):
+            ahead.release()
+        return True
+
+
+def _ends_frame(event: Event) -> bool:
+    """Return whether it is the last answer to a frame: the steps that follow it by themselves came in none."""
+    return isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more)
 
 
 class RemoteBatches:
@@ -463,6 +482,9 @@ class RemoteStageSession:
             # No event has tensors, so that each message is one.
             if (event := reader.read(message)) is not None:
                 yield event
+
+    def answer_at_once(self, _: Callable[[Event], bool]) -> None:
+        """Do nothing: who reads the stream is woken in any case."""
 
     async def close(self, why: str = CLOSED) -> None:
         if why == LEFT:

@@ -64,9 +64,18 @@ class FrameLane:
             self._unconfirmed_bytes = 0
         return frame
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the window has room for a frame."""
+        return self._writable.is_set()
+
     async def write(self, frame: bytes) -> bool:
         """Send a frame when the window has room; return False where nobody can be reached any more."""
         await self._writable.wait()
+        return self.write_now(frame)
+
+    def write_now(self, frame: bytes) -> bool:
+        """Send a frame as `write` does, where the window has room."""
         self._written_bytes += len(frame)
         if self._written_bytes >= WINDOW_BYTES:
             self._writable.clear()

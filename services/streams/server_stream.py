@@ -49,6 +49,13 @@ class ServerStream:
         else:
             await self._lane.write(message.SerializeToString())
 
+    def write_now(self, make: Callable[[], Any]) -> bool:
+        """Send the message that `make` returns, where nothing needs to be waited for; return whether that was so."""
+        if self._lane is None or not self._lane.has_room:
+            return False
+        self._lane.write_now(make().SerializeToString())
+        return True
+
     def close(self) -> None:
         """End the lane. Comes before the call ends, so that no message arrives behind its status."""
         if self._lane is not None:

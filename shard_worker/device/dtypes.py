@@ -146,13 +146,18 @@ def rows_from_wire(tensors: Sequence[WireTensor], device: torch.device) -> torch
     """The rows of tensors that are alike, one's behind the other's, on the device."""
     shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
     host = torch.empty(shape, dtype=_BY_NAME[tensors[0].dtype], pin_memory=device.type != "cpu")
-    into, first = bytes_of(host), 0
+    copy_rows(tensors, bytes_of(host))
+    return host.to(device, non_blocking=True)
+
+
+def copy_rows(tensors: Sequence[WireTensor], into: memoryview) -> None:
+    """Write the bytes of tensors one behind the other."""
+    first = 0
     # One by one: torch would wake all its threads for them.
     for tensor in tensors:
         data = memoryview(tensor.data)
         into[first : first + len(data)] = data
         first += len(data)
-    return host.to(device, non_blocking=True)
 
 
 def over_wire(tensor: WireTensor) -> torch.Tensor:

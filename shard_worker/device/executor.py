@@ -161,6 +161,16 @@ class DeviceThread:
         """Do what is to be done before the thread waits; to be called on the thread itself."""
         self._queue.about_to_wait()
 
+    def soon(self, job: Callable[..., object], *args: object) -> None:
+        """Do something on the thread before it waits or takes up another job, but behind what is begun meanwhile: the
+        device, or another stage, need not wait for it. To be called on the thread itself."""
+        self._queue.put_off.append(functools.partial(job, *args))
+
+    def do_put_off(self) -> None:
+        """Do now what is to be done soon; on any other thread nothing."""
+        if threading.current_thread() is self._thread:
+            self._queue.do_put_off()
+
     def awaited(self, queued: Future[T]) -> asyncio.Future[T]:
         """Return a future of the event loop for the result or error of what was queued; errors as in `submit`."""
         future: asyncio.Future[T] = self._expected()
@@ -321,6 +331,8 @@ class _Queue:
         self.batched: tuple[BatchedWork, ...] = ()
         """In turn: what was done last comes last."""
         self.before_waiting: list[Callable[[], object]] = []
+        self.put_off: deque[Callable[[], object]] = deque()
+        """What is to be done soon, in turn."""
         self._has_computed = False
         """Whether the last job has computed rows."""
         self._selector = selectors.DefaultSelector()
@@ -398,8 +410,17 @@ class _Queue:
             self._run()
 
     def about_to_wait(self) -> None:
+        self.do_put_off()
         for act in self.before_waiting:
             act()
+
+    def do_put_off(self) -> None:
+        while self.put_off:
+            try:
+                self.put_off.popleft()()
+            except Exception as error:
+                # Whose it is ends by itself, or is over; the others go on.
+                log.error("device.put_off_failed", exc_info=self._device_error(error))
 
     def run_now(self, run: Callable[[], object]) -> None:
         """Run a job at once; on the thread."""
@@ -460,6 +481,7 @@ class _Queue:
             # What computes rows in a job has its turn now.
             self._has_computed = False
             return
+        self.do_put_off()
         try:
             job = self._jobs.popleft()
         except IndexError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.batch_frames import BatchAnswer, BatchStep, StepBatch
-from services.messages.steps import Forward
+from services.messages.steps import Commit, Forward, StepKind
 from services.streams.batch_members import BatchMembers
 from shard_worker.device.dtypes import Leaving
 from shard_worker.device.executor import DeviceThread
@@ -80,13 +80,12 @@ class BatchEdges:
             activation,
             tuple(slices_of(features.indices, tensors, 0)),
         )
-        whole = [one.forward for one in batch.whole_steps()]
-        for (session, step, arrived_ns), forward in zip(steps, whole, strict=True):
-            # Before their answers can come; the event loop wakes up behind them.
-            session.passed_on(forward, arrived_ns, now_ns - step.started_ns)
-        if not lane.send_steps(batch):
-            for (session, _, _), forward in zip(steps, whole, strict=True):
-                session.not_sent(forward.with_own_memory())
+        sent = lane.send_steps(batch)
+        # The next stage waits for it, and nobody for this: answers come to this thread.
+        for (session, step, arrived_ns), one in zip(steps, batch.whole_steps(), strict=True):
+            session.passed_on(one.forward, arrived_ns, now_ns - step.started_ns)
+            if not sent:
+                session.not_sent(one.forward.with_own_memory())
 
     # --- what comes
 
@@ -103,9 +102,11 @@ class BatchEdges:
             session.break_by(error.copied())
 
     def _now(self, job: Callable[..., None], *args: object) -> None:
-        self._thread.step_now(functools.partial(job, *args))
+        # Where no job waits there is none that this may not overtake.
+        self._thread.step_now(functools.partial(job, *args), begun=not self._thread.has_jobs)
 
     def _compute(self, steps: Sequence[tuple[DeviceSession, Forward]], arrived_ns: int) -> None:
+        self._batches.begin_prepared(steps)
         waiting: list[WaitingStep] = []
         for session, forward in steps:
             try:
@@ -113,14 +114,25 @@ class BatchEdges:
             except Exception as error:
                 session.break_by(error)
         self._batches.add_together(waiting)
+        self._batches.leave_unasked()
 
     def _go_on(self, answers: Sequence[tuple[RelayDeviceSession, BatchAnswer]]) -> None:
+        followed = [
+            (session, _behind(answer.commit)) for session, answer in answers if session.is_first and not answer.proposal
+        ]
+        self._batches.begin_prepared(followed)
         for session, answer in answers:
             try:
                 session.take_answer(answer)
             except Exception as error:
                 session.break_by(error)
+        self._batches.leave_unasked()
         # A stage in the middle sends them on.
         self.flush()
         for session, _ in answers[:1]:
             session.announce()
+
+
+def _behind(commit: Commit) -> Forward:
+    """Return the row of the token that a step came to, of the step that may follow it."""
+    return Forward(commit.step + 1, commit.length, commit.token_ids, StepKind.DECODE)

@@ -8,7 +8,7 @@ said in `stage.proto`. This module knows steps and their answers, not what compu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from services.errors import CLOSED, InvalidArgument
@@ -24,6 +24,7 @@ from services.messages.steps import (
     StepLimit,
 )
 from services.rpc.stage import StageSession
+from services.streams.direct_queue import DirectQueue
 from services.streams.step_lane import StepLane
 from shard_worker.session.background import BackgroundTasks
 
@@ -161,8 +162,8 @@ class FollowingSession:
         """The answer to the last step while the draft tokens for the next one are still to come."""
         self._one_at_a_time = asyncio.Lock()
         # What `events` yields; an exception is raised there, None ends it.
-        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._tasks = BackgroundTasks(self._events.put_nowait)
+        self._events: DirectQueue[Event | Exception | None] = DirectQueue()
+        self._tasks = BackgroundTasks(self._events.put)
 
     async def forward(self, forward: Forward) -> None:
         """Take one step, as the port says."""
@@ -187,6 +188,9 @@ class FollowingSession:
                 raise event
             yield event
 
+    def answer_at_once(self, take: Callable[[Event], bool]) -> None:
+        self._events.take = lambda event: event is not None and not isinstance(event, Exception) and take(event)
+
     async def close(self, why: str = CLOSED) -> None:
         self._tasks.cancel()
         await self.session.close(why)
@@ -195,7 +199,7 @@ class FollowingSession:
         """Read the session's events."""
         async for event in self.session.events():
             self.take(event)
-        self._events.put_nowait(None)
+        self._events.put(None)
 
     def take(self, event: Event) -> None:
         """Take the session's next event, and begin the step that follows by itself, if it has not begun."""
@@ -212,7 +216,7 @@ class FollowingSession:
         # At once: nobody waits for the answer's way to the caller.
         if following is not None:
             self._tasks.begin(self._follow, following)
-        self._events.put_nowait(event)
+        self._events.put(event)
 
     def _step_behind(self, commit: Commit, draft_tokens: tuple[int, ...]) -> Forward | None:
         """Return the step that follows the one that was answered. It has not begun yet, on its way through step

@@ -28,6 +28,7 @@ from services.messages.steps import (
     StageTiming,
     StepKind,
 )
+from services.streams.direct_queue import DirectQueue
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.drafting.draft_batches import DraftWork
@@ -117,7 +118,7 @@ class LastStageSession(TargetSession):
         self._only_stage = host.stage.embedding is not None
         self._more = 0
         """How many steps follow the last one that was answered by themselves, on an only stage."""
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._answers: DirectQueue[Event | None] = DirectQueue()
         self._undrafted = 0
         """Steps whose features the draft beside the stage has not taken yet."""
         self._all_drafted = asyncio.Event()
@@ -141,10 +142,13 @@ class LastStageSession(TargetSession):
             verifier.observe(request.rest.token_ids[: self._held])
 
     async def events(self) -> AsyncIterator[Event]:
-        while (event := await self._events.get()) is not None:
+        while (event := await self._answers.get()) is not None:
             yield event
         if self._error is not None:
             raise self._error
+
+    def answer_at_once(self, take: Callable[[Event], bool]) -> None:
+        self._answers.take = lambda event: event is not None and take(event)
 
     @property
     def held_bytes(self) -> int:
@@ -181,7 +185,7 @@ class LastStageSession(TargetSession):
             produced = known[first + 1 : end + 1]
         elif forward.kind is StepKind.DECODE:
             produced = known[end : end + 1]
-        self._events.put_nowait(Commit(forward.step, end, produced, (StageTiming(0, 0),)))
+        self._answers.put(Commit(forward.step, end, produced, (StageTiming(0, 0),)))
 
     def _resting(self, sent: SentRows) -> RestingSession:
         draft = self.draft if isinstance(self.draft, LocalDraftLink) else None
@@ -200,11 +204,11 @@ class LastStageSession(TargetSession):
                     self._begin(self._answer, step, arrived_ns, outcome, rows)
                 else:
                     length = step.base_position + rows
-                    self._events.put_nowait(self._answer_to(step, arrived_ns, outcome, length))
+                    self._answers.put(self._answer_to(step, arrived_ns, outcome, length))
             case StepDrafted(request, draft_tokens, elapsed_ns):
                 if request is not None:
                     followed = self._device.is_followed(request.step)
-                    self._events.put_nowait(Proposal(request.step, draft_tokens, elapsed_ns, followed))
+                    self._answers.put(Proposal(request.step, draft_tokens, elapsed_ns, followed))
                 self._undrafted -= 1
                 self._all_drafted.set()
             case DraftFailed(error):
@@ -226,7 +230,7 @@ class LastStageSession(TargetSession):
             length = forward.base_position + rows
             features = outcome.features.rows(rows)
             passed_bytes = 0 if self.draft is None else features.size_bytes
-            self._events.put_nowait(self._answer_to(forward, arrived_ns, outcome, length, passed_bytes))
+            self._answers.put(self._answer_to(forward, arrived_ns, outcome, length, passed_bytes))
             request = draft_request(forward, length, outcome)
             # The draft first: the next step waits for its tokens. The commit comes behind, still before the next
             # forward, because jobs run in order.
@@ -268,16 +272,14 @@ class LastStageSession(TargetSession):
             elapsed_ns = time.monotonic_ns() - started_ns
             if self._only_stage and not self._closed:
                 await self.host.thread.submit_step(self._device.follow, forward, token_ids, draft_tokens)
-            self._events.put_nowait(
-                Proposal(request.step, draft_tokens, elapsed_ns, self._device.is_followed(request.step))
-            )
+            self._answers.put(Proposal(request.step, draft_tokens, elapsed_ns, self._device.is_followed(request.step)))
 
     def _lose_draft(self, error: FlashsplitError) -> None:
         """Go on without the draft, unless it was lost before."""
         draft, self.draft = self.draft, None
         if draft is not None:
             self._device.draft = None
-            self._events.put_nowait(draft_lost(error, self._location))
+            self._answers.put(draft_lost(error, self._location))
             self._begin(draft.close)
 
     # --- snapshots
@@ -297,7 +299,7 @@ class LastStageSession(TargetSession):
         parts = [await own]
         if self._request.draft is not None:
             parts.append(await self._save_draft(save))
-        self._events.put_nowait(SnapshotSaved(save.snapshot_id, save.length, tuple(parts)))
+        self._answers.put(SnapshotSaved(save.snapshot_id, save.length, tuple(parts)))
 
     async def _save_draft(self, save: SnapshotSave) -> SnapshotPart:
         draft, refusal = self.draft, "the draft was lost"
@@ -328,12 +330,12 @@ class LastStageSession(TargetSession):
                 raise
             except FlashsplitError as error:
                 self._lose_draft(error)
-        self._events.put_nowait(SnapshotRestored(restore.snapshot_id, restore.length, tuple(parts)))
+        self._answers.put(SnapshotRestored(restore.snapshot_id, restore.length, tuple(parts)))
 
     # --- its end
 
     def _end_events(self) -> None:
-        self._events.put_nowait(None)
+        self._answers.put(None)
         self._all_drafted.set()
 
     async def _close_others(self, why: str) -> None:
@@ -443,10 +445,14 @@ class LastStageDeviceSession(DeviceSession):
             draft = None
         # The event loop has a draft elsewhere, and so the answer.
         answered = together and not self._drafts_elsewhere
-        self.tell(StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None, answered))
         commit = _answer_to(outcome, forward, forward.base_position + rows, arrived_ns) if answered else None
         if commit is not None and request is None:
             self._answer_together(commit, None)
+        decided = StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None, answered)
+        if commit is not None and draft is None and request is None:
+            self.tell_soon(decided)
+        else:
+            self.tell(decided)
         if step.alone:
             self.announce()
             self._events.announce()
@@ -522,7 +528,9 @@ class LastStageDeviceSession(DeviceSession):
             self._batches.add_following(WaitingStep(self, following, then, self.break_by))
 
     def following(self, forward: Forward) -> Forward | None:
-        if not self._alone or forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
+        if not self._alone:
+            return super().following(forward)
+        if forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
             return None
         if forward.propose_tokens:
             # How many rows a block has that may be cut short is not known before its tokens are.

@@ -96,6 +96,7 @@ class RelaySession(TargetSession):
                     break
                 match event:
                     case Commit():
+                        await self._heard_of(event.step)
                         event = self._apply(event)
                     case Proposal():
                         self._proposal_due = False
@@ -120,6 +121,9 @@ class RelaySession(TargetSession):
             yield failure
         if self._error is not None:
             raise self._error
+
+    def answer_at_once(self, take: Callable[[Event], bool]) -> None:
+        """Do nothing: events come from another stage's stream, whose reader is woken in any case."""
 
     # --- steps
 
@@ -226,13 +230,18 @@ class RelaySession(TargetSession):
                 self._below_lost = self._below_lost or error.code_name == "UNAVAILABLE"
                 self.fail(error)
 
+    async def _heard_of(self, step: int) -> None:
+        """Hear of what the device thread did up to sending this step on, which it tells behind that."""
+        self.host.events.handle_waiting()
+        if not self._unanswered or self._unanswered[0].step != step:
+            await self.host.thread.submit_step(int)
+            self.host.events.handle_waiting()
+
     def _apply(self, commit: Commit) -> Commit:
         """Commit the rows that the last stage says count. Returns the answer with this stage's times added.
 
         Errors as in `check_commit`.
         """
-        # What the device thread sent on by itself may not be heard of yet.
-        self.host.events.handle_waiting()
         passed = check_commit(commit, self._unanswered.popleft() if self._unanswered else None)
         if passed.kind is StepKind.VERIFY and not self._closed:
             self._length = max(self._length, commit.length)
@@ -401,7 +410,8 @@ class RelayDeviceSession(DeviceSession):
     # --- a step from the stage before
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
-        self._check_next(forward)
+        if not self._batches.expects(self):
+            self._check_next(forward)
         self._compute_from_lane(forward, functools.partial(self._send_below, arrived_ns))
 
     def _send_below(self, arrived_ns: int, step: ComputedStep, *, together: bool = False) -> None:
@@ -443,11 +453,7 @@ class RelayDeviceSession(DeviceSession):
         below = self._lanes.below
         if below is None or below.batches is None or self._request.prompt_logprobs is not None:
             return False
-        return self._together or (self._is_first and not self._batches.lone)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._stage.embedding is not None
+        return self._together or (self.is_first and not self._batches.lone)
 
     @property
     def batches_below(self) -> BatchMembers[Any]:
@@ -485,15 +491,24 @@ class RelayDeviceSession(DeviceSession):
             self.commit(commit.step, commit.length)
         commit = self.answer_above(commit, passed)
         following = None if self._together else self._following(commit, proposal)
-        if following is not None:
-            commit = replace(commit, followed=proposal is None)
-            proposal = None if proposal is None else replace(proposal, followed=True)
-        # Before the answer to the step that follows can come.
-        self.tell(StepAnswered(commit, proposal))
+        # Before it is told that the step that follows goes on.
+        self._thread.soon(self._tell_answered, commit, proposal, following is not None)
         if self._together:
             self._answer_together(commit, proposal)
         elif following is not None:
             self._take_step(following, time.monotonic_ns())
+
+    def _tell_answered(self, commit: Commit, proposal: Proposal | None, followed: bool) -> None:
+        """Tell the event loop of an answer. followed: the next step has begun."""
+        if followed and proposal is None:
+            commit = replace(commit, followed=True)
+        elif followed and proposal is not None:
+            proposal = replace(proposal, followed=True)
+        self._events.put(self._handle, StepAnswered(commit, proposal))
+
+    def is_prepared(self, forward: Forward, came: Forward) -> bool:
+        ends = self.is_first and came.token_ids and came.token_ids[-1] in self._request.stop_token_ids
+        return not ends and super().is_prepared(forward, came)
 
     def _following(self, commit: Commit, proposal: Proposal | None) -> Forward | None:
         """Return the step that follows by itself, None where none does."""
@@ -505,9 +520,8 @@ class RelayDeviceSession(DeviceSession):
     def answer_above(self, commit: Commit, passed: PassedStep) -> Commit:
         """Return a step's answer as the stage before gets it, on either thread. passed: the step."""
         followed = is_followed(passed.more, commit.length, commit.token_ids, self._request)
-        more = passed.more if self._is_first and followed else 0
-        timings = (passed.timing(), *commit.timings)
-        return replace(commit, timings=timings, more=more, propose_tokens=passed.asked_for(commit))
+        more = passed.more if self.is_first and followed else 0
+        return commit.passed_up(passed.timing(), more, passed.asked_for(commit))
 
     # --- expectations
 

@@ -56,7 +56,7 @@ from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import PassedStep, check_held, check_restore, check_rows, check_save, check_tensors
-from shard_worker.session.following import StepLimits, check_limit, check_more
+from shard_worker.session.following import StepLimits, check_limit, check_more, probable_following_step
 from shard_worker.session.prelaunch import NextStep, Progress
 from shard_worker.session.resting import RestingSession, RestingSessions
 from shard_worker.session.sent_rows import SentRows
@@ -288,6 +288,9 @@ class TargetSession(ABC):
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         await self._settle()
+        if save.length != self._length:
+            # The device thread may be ahead of what it has told.
+            await self.host.thread.submit_step(int)
         self._check_save(save)
         await self._save(save, self.host.keeper.save(save, self._device.views(), self._location))
 
@@ -312,6 +315,9 @@ class TargetSession(ABC):
 
     @abstractmethod
     def events(self) -> AsyncIterator[Event]: ...
+
+    @abstractmethod
+    def answer_at_once(self, take: Callable[[Event], bool]) -> None: ...
 
     @property
     def held_bytes(self) -> int:
@@ -553,11 +559,13 @@ class DeviceSession(ABC):
     def close(self) -> None:
         """Forget the caches; to be called on the event loop. Safe to call twice."""
         self._progress.state = None
-        for lane in (self._lanes.above, self._lanes.below):
-            if lane is not None:
-                # The thread may be over.
-                with contextlib.suppress(RuntimeError):
-                    self._thread.queue(lane.close)
+        lanes = [lane for lane in (self._lanes.above, self._lanes.below) if lane is not None]
+        # The thread may be over.
+        with contextlib.suppress(RuntimeError):
+            if lanes:
+                self._thread.queue(self._batches.forget, self)
+            for lane in lanes:
+                self._thread.queue(lane.close)
 
     def skip(self, step: int) -> None:
         """Count a step whose rows are computed already; on the event loop, before any other step."""
@@ -578,9 +586,10 @@ class DeviceSession(ABC):
 
         Errors as in `_commit_to` and `_check_next`.
         """
-        # The commit may be among the jobs behind this step.
-        self._commit_to(self.state(), forward.base_position)
-        self._check_next(forward)
+        if not self._batches.expects(self):
+            # The commit may be among the jobs behind this step.
+            self._commit_to(self.state(), forward.base_position)
+            self._check_next(forward)
         return WaitingStep(self, forward, functools.partial(self._take_together, arrived_ns), self.break_by)
 
     @property
@@ -601,6 +610,16 @@ class DeviceSession(ABC):
         return self._request.stage + 1 + len(self._request.route)
 
     @property
+    def is_first(self) -> bool:
+        """Whether the stage is the chain's first one."""
+        return self._stage.embedding is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more steps."""
+        return self._progress.state is None
+
+    @property
     def most_rows(self) -> int:
         """How many rows the stage computes together."""
         return self._stage.most_rows_together
@@ -618,7 +637,13 @@ class DeviceSession(ABC):
         """Return the step that follows this one by itself, without its tokens, whatever this one comes to but a stop
         token; None where none does. Where that depends on how many rows of this one count, it begins at the highest
         position that it may."""
-        return None
+        if forward.kind is not StepKind.DECODE or self._request.draft is not None or not self._goes_together():
+            return None
+        return probable_following_step(forward, self._request)
+
+    def _goes_together(self) -> bool:
+        """Return whether a step that was computed goes on, or is answered, together with those beside it."""
+        return self._together
 
     def complete_step(self, parameters: StepParameters) -> None:
         """Queue that the device puts into the parameters of a step, which were sent, what it alone knows yet: where the
@@ -681,8 +706,7 @@ class DeviceSession(ABC):
             # The commit may be among the jobs behind this step.
             self._stage.commit(state, forward.base_position)
         self._stage.reserve(state, len(forward.token_ids))
-        self._progress.step = forward.step
-        self._next.forget()
+        self.begin_prepared(forward)
         features = self._features()
         if forward.activation is not None:
             # They stay on the host until the step is launched, which may have been prelaunched on the device.
@@ -695,6 +719,36 @@ class DeviceSession(ABC):
                     features.slices[piece.capture_index] = tensor
         uncommitted = forward.kind is StepKind.VERIFY
         return StepInput(self._stage, state, forward.token_ids, features, uncommitted, forward.activation, behind)
+
+    def prepare(self, forward: Forward) -> StepInput:
+        """Take the memory for a step of a session without a draft that comes next, and return its rows.
+
+        Raises as `begin`, and FailedPrecondition where rows of the last step are undecided.
+        """
+        state = self.state()
+        if state.pending or forward.kind not in (StepKind.DECODE, StepKind.PREFILL) or self._request.draft is not None:
+            raise FailedPrecondition("the session's next step depends on the last one", reason="OUT_OF_STEP")
+        self._stage.reserve(state, len(forward.token_ids))
+        return StepInput(self._stage, state, forward.token_ids, None, False, forward.activation)
+
+    def is_prepared(self, forward: Forward, came: Forward) -> bool:
+        """Return whether a step that has come is the one that was prepared, with all that the device needs of it, so
+        that it need not be checked again. forward: as of `following`."""
+        state = self._progress.state
+        if state is None or state.pending or not forward.step == came.step == self._progress.step + 1:
+            return False
+        if not state.length == forward.base_position == came.base_position or len(came.token_ids) != 1:
+            return False
+        if came.kind is not forward.kind or came.features:
+            return False
+        expected = None if self.is_first else (dtype_to_name(self._stage.dtype), (1, self._stage.config.hidden_size))
+        activation = None if came.activation is None else (came.activation.dtype, came.activation.shape)
+        return activation == expected and came.token_ids[0] < self._stage.config.vocab_size
+
+    def begin_prepared(self, forward: Forward) -> None:
+        """Count a step that is about to be computed."""
+        self._progress.step = forward.step
+        self._next.forget()
 
     def _features(self) -> Features | None:
         """Return what a step's captured rows are added to, None where no draft wants any."""
@@ -733,7 +787,13 @@ class DeviceSession(ABC):
 
     def tell(self, event: DeviceEvent) -> None:
         """Tell the session on the event loop of an event, with the next `announce`, or when the thread waits."""
+        # Behind those that are told soon.
+        self._thread.do_put_off()
         self._events.put(self._handle, event)
+
+    def tell_soon(self, event: DeviceEvent) -> None:
+        """Tell of an event as `tell` does, but behind what the device or another stage waits for."""
+        self._thread.soon(self._events.put, self._handle, event)
 
     def announce(self) -> None:
         """Have the stages beside this one and the event loop hear what is for them, of all sessions here."""
@@ -753,7 +813,7 @@ class DeviceSession(ABC):
 
     def _compute_from_lane(self, forward: Forward, then: Callable[[ComputedStep], None]) -> None:
         """Have a step computed that a lane brought: at once where it is a lone session's. An error ends the session."""
-        if self._released or self._batches.lone:
+        if not self._batches.expects(self) and (self._released or self._batches.lone):
             then(self.compute(forward))
         else:
             self._batches.add(self, forward, then, self.break_by)

@@ -25,6 +25,7 @@ from shard_worker.device.executor import BatchedWork, DeviceThread, device_error
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw, draw_together
 from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.session.batches_away import BatchesAway
 from shard_worker.stage.stage import StepInput
 from shard_worker.stage.step_graph import StepOutput, StepPart, token_of_row
 
@@ -68,6 +69,14 @@ class SteppingSession(Protocol):
         """Of how many stages the session's chain is made."""
 
     @property
+    def is_first(self) -> bool:
+        """Whether its stage is the first one, which makes batches."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more steps."""
+
+    @property
     def most_rows(self) -> int:
         """How many rows its stage computes together."""
 
@@ -85,6 +94,17 @@ class SteppingSession(Protocol):
         """Return the step that follows this one by itself, without its tokens, whatever this one comes to but a stop
         token; None where none does. Where that depends on how many rows of this one count, it begins at the highest
         position that it may."""
+
+    def prepare(self, forward: Forward) -> StepInput:
+        """Take the memory for a step that follows, of single rows, and return these without what is not known yet.
+        Raises as `begin`."""
+
+    def is_prepared(self, forward: Forward, came: Forward) -> bool:
+        """Return whether a step that has come is the one that was prepared, with all that the device needs of it, so
+        that it need not be checked again. forward: as of `following`."""
+
+    def begin_prepared(self, forward: Forward) -> None:
+        """Count a step that was prepared and is about to be computed."""
 
     def complete_step(self, parameters: StepParameters) -> None:
         """Queue that the device puts into the parameters of a step, which were sent, what it alone knows yet: where the
@@ -190,10 +210,15 @@ class StepBatches:
         self._first_step_until_ns: int | None = None
         """Until when the first step of a new session is waited for, 0 where it has come; None where none was opened
         since a step was computed alone."""
+        self._away = BatchesAway()
+        """In a chain of several stages, answers' steps that were computed here and others follow by themselves."""
         self._launched: _Launched | None = None
         """The step whose results have not been read yet."""
         self._behind: _Launched | None = None
         """In a chain of several stages, a step of other sessions behind that one on the device."""
+        self._prepared: dict[SteppingSession, list[_Row]] = {}
+        """In such a chain, the steps that follow those of a batch by themselves, in turn, by the first one's session:
+        they are prepared while the device computes, so that it can begin with them as soon as they come."""
         self._expected: dict[SteppingSession, _Row] = {}
         """Those of its rows that nobody has asked for yet: the results of the step before it are being read, or the
         draft tokens behind that one are still to come."""
@@ -239,20 +264,28 @@ class StepBatches:
         device thread. It may have been launched already."""
         if self._results_ns is None:
             self._results_ns = time.monotonic_ns()
-        row = self._expected.pop(step.session, None)
-        if row is None:
-            self._add(step)
-        elif row.forward.is_like(step.forward):
-            row.forward, row.step = step.forward, step
-        else:
-            step.session.take_back(computed=True)
-            self._add(step)
+        self._add(step)
 
     def end_following(self, session: SteppingSession) -> None:
         """Leave out what was launched for a session behind the step whose results are being read, if no step follows;
         to be called before anybody hears of those results."""
         if self._expected.pop(session, None) is not None:
             session.take_back(computed=True)
+
+    def expects(self, session: SteppingSession) -> bool:
+        """Return whether a step of the session was launched that nobody has asked for yet; on the device thread."""
+        return session in self._expected
+
+    def _attach(self, step: WaitingStep) -> bool:
+        """Let a step be the one of its session that was launched already; return whether one was."""
+        row = self._expected.pop(step.session, None)
+        if row is None:
+            return False
+        if not row.forward.is_like(step.forward):
+            step.session.take_back(computed=True)
+            return False
+        row.forward, row.step = step.forward, step
+        return True
 
     def queue(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
         """Have a step computed as `add` does.
@@ -269,7 +302,9 @@ class StepBatches:
         return result
 
     def _add(self, step: WaitingStep) -> None:
-        self._note_first(step)
+        self._note_added(step)
+        if self._attach(step):
+            return
         (self._alone if step.session.kind(step.forward) is None else self._waiting).append(step)
         self._thread.notice()
 
@@ -278,7 +313,9 @@ class StepBatches:
         can."""
         kinds: dict[Hashable, list[WaitingStep]] = {}
         for step in steps:
-            self._note_first(step)
+            self._note_added(step)
+            if self._attach(step):
+                continue
             kind = step.session.kind(step.forward)
             if kind is None:
                 self._alone.append(step)
@@ -293,7 +330,8 @@ class StepBatches:
         if self._first_step_until_ns is None:
             self._first_step_until_ns = time.monotonic_ns() + int(FIRST_STEP_S * 1e9)
 
-    def _note_first(self, step: WaitingStep) -> None:
+    def _note_added(self, step: WaitingStep) -> None:
+        self._away.back(step.session)
         if step.forward.step == 0:
             self._first_step_until_ns = 0
 
@@ -332,7 +370,7 @@ class StepBatches:
                 self._batches_between, self._first_step_until_ns = 0, None
                 self._compute_alone(self._alone.popleft(), errors)
                 return
-            if not self._others_wait:
+            if not self._others_wait or (self._launched is None and self._waits_for_batch):
                 self._thread.about_to_wait()
                 time.sleep(LOOK_AGAIN_S)
                 return
@@ -351,6 +389,32 @@ class StepBatches:
     def _others_wait(self) -> bool:
         """Whether a batch is on the device, or one can be made."""
         return self._launched is not None or bool(self._waiting)
+
+    @property
+    def _waits_for_batch(self) -> bool:
+        """Whether what waits is to be computed with steps that are soon back from the other stages: it is chunks of
+        prompts alone, or on the first stage one batch more than there are stages."""
+        # Others may be added meanwhile.
+        waiting = [*self._waiting]
+        [first, *_] = _steps(waiting[0])
+        stages = first.session.chain_length
+        if stages == 1:
+            return False
+        away = self._away.expected()
+        if away and all(map(_is_chunk, waiting)):
+            return True
+        return first.session.is_first and away + (self._launched is not None) >= stages
+
+    def _note_leaving(self, rows: Iterable[_Row]) -> None:
+        """Note whose next steps come from other stages by themselves."""
+        self._away.left(
+            row.session
+            for row in rows
+            if row.step is not None
+            and row.session.chain_length > 1
+            and row.forward.more
+            and row.forward.kind is not StepKind.PREFILL
+        )
 
     @property
     def _alone_is_next(self) -> bool:
@@ -376,8 +440,7 @@ class StepBatches:
                 self._drafting.run()
             except Exception as error:
                 errors.append(error)
-        for session in [*self._expected]:
-            self.end_following(session)
+        self.leave_unasked()
         if self._launched is not None:
             self._launched.started_ns = self._started(self._launched.started_ns)
 
@@ -449,6 +512,7 @@ class StepBatches:
     def _compute_one(self, row: _Row, errors: list[Exception]) -> None:
         """Compute a step of one session: it may be too long for what several sessions share."""
         assert row.step is not None
+        self._thread.do_put_off()
         try:
             computed = row.session.compute_begun(row.forward, row.given)
         except Exception as error:
@@ -457,6 +521,7 @@ class StepBatches:
             self._count(len(row.given.token_ids), 1)
             # What follows the steps before it waits for it, which is not their time.
             self._results_ns = None
+            self._note_leaving([row])
             _settle(row.step, computed, errors)
         row.session.announce()
 
@@ -465,6 +530,9 @@ class StepBatches:
         inputs = [row.given for row in rows]
         count = sum(len(given.token_ids) for given in inputs)
         self._thread.computes("step", count)
+        if not inputs[0].stage.overlaps(count):
+            # The thread itself computes it, perhaps for long.
+            self._thread.do_put_off()
         started_ns = self._started(time.monotonic_ns())
         try:
             behind = next((row.session for row in rows if row.given.behind is not None), None)
@@ -479,7 +547,10 @@ class StepBatches:
             return None
         self._count(count, len(rows))
         self._thread.busy_time.begin()
-        return _Launched(rows, outputs, issued, started_ns)
+        launched = _Launched(rows, outputs, issued, started_ns)
+        if rows[0].session.chain_length > 1:
+            self._thread.soon(self._prepare, launched)
+        return launched
 
     # --- steps behind one whose results are not read yet
 
@@ -566,7 +637,7 @@ class StepBatches:
     def _overlap(self, launched: _Launched, errors: list[Exception]) -> None:
         """Launch what has come behind the step that is on the device, and read the results of that one once they are
         there. Returns before, so that what comes meanwhile is found."""
-        if self._behind is None and self._waiting and self._may_go_on():
+        if self._behind is None and self._waiting and self._may_go_on() and not self._waits_for_batch:
             rows = self._begun(self._next(), errors)
             if not self._fits_behind(rows):
                 self._compute_rows(rows, errors)
@@ -576,6 +647,83 @@ class StepBatches:
             self._thread.about_to_wait()
         else:
             self._settle_first(errors)
+
+    def _prepare(self, launched: _Launched) -> None:
+        """Prepare the steps that follow those of a batch by themselves."""
+        rows: list[_Row] = []
+        for row in launched.rows:
+            forward = None if row.step is None or row.session.closed else row.session.following(row.forward)
+            if forward is not None:
+                # It may be closed by now, or find no memory: it hears so when the step comes.
+                with contextlib.suppress(Exception):
+                    rows.append(_Row(row.session, forward, row.session.prepare(forward), None))
+        for row in launched.rows:
+            self._prepared.pop(row.session, None)
+        if self._fits_behind(rows):
+            self._prepared[rows[0].session] = rows
+
+    def forget(self, session: SteppingSession) -> None:
+        """Drop what is prepared for a session that is closed, and so its memory; on the device thread."""
+        for first, rows in [*self._prepared.items()]:
+            if any(row.session is session for row in rows):
+                del self._prepared[first]
+
+    def begin_prepared(self, steps: Sequence[tuple[SteppingSession, Forward]]) -> None:
+        """Launch steps that have come, if they are those that were prepared: before all that is to be done for them, up
+        to `add` or `add_together`. Steps that wait join them as they join others. Does nothing where the device is not
+        free for them, or something else is to be computed before; on the device thread."""
+        prepared = self._prepared.pop(steps[0][0], []) if steps else []
+        free = self._launched is None or (self._behind is None and self._may_go_on())
+        if not prepared or len(prepared) != len(steps) or not free or self._alone:
+            return
+        rows: list[_Row] = []
+        for row, (session, came) in zip(prepared, steps, strict=True):
+            if row.session is not session or not session.is_prepared(row.forward, came):
+                return
+            forward = row.forward if came.activation is None else came
+            rows.append(_Row(session, forward, row.given.with_tokens(came.token_ids, came.activation), None))
+        beside = self._beside(rows)
+        for row in (*rows, *beside):
+            row.session.begin_prepared(row.forward)
+        launched = self._launch([*rows, *beside], [])
+        if launched is None:
+            # They are begun anew as they are added, and hear of the error then.
+            return
+        self._expected |= {row.session: row for row in rows}
+        if self._launched is None:
+            self._launched = launched
+        else:
+            self._behind = launched
+
+    def leave_unasked(self) -> None:
+        """Leave out what was launched of steps that were prepared, where nobody has asked for it behind that."""
+        for session in [*self._expected]:
+            self.end_following(session)
+
+    def _beside(self, rows: Sequence[_Row]) -> list[_Row]:
+        """Take out the steps that wait and can be computed with these, as `_next` does; none where not all of them
+        fit."""
+        waiting, session = [*self._waiting], rows[0].session
+        kind, room = session.kind(rows[0].forward), max(0, self._share(session) - len(rows))
+        alike = [one for one in waiting if _steps(one)[0].session.kind(_steps(one)[0].forward) == kind]
+        others = [one for one in alike if not _is_chunk(one) and len(_steps(one)) <= room]
+        chosen = _fitting(others, room, session.most_rows - len(rows))
+        count = len(rows) + sum(map(_rows_of, chosen))
+        chunks = _chunks_beside(
+            _begun_first(alike), len(rows) + len(chosen), count, room - len(chosen), session.most_rows
+        )
+        beside: list[_Row] = []
+        try:
+            for step in [step for one in chosen + chunks for step in _steps(one)]:
+                given = step.session.prepare(step.forward)
+                beside.append(_Row(step.session, step.forward, given, step))
+        except Exception:
+            # It hears of the error when it is begun by itself.
+            beside = []
+        if not self._fits_behind([*rows, *beside]):
+            beside = []
+        self._take(chosen + chunks if beside else [])
+        return [row for row in beside if row.step is None or row.step.begins()]
 
     def _fits_behind(self, rows: Sequence[_Row]) -> bool:
         """Return whether these are one step that can be launched at once."""
@@ -616,6 +764,7 @@ class StepBatches:
             return
         finally:
             self._thread.busy_time.end()
+        self._note_leaving(launched.rows)
         for row, output, issued, tokens in zip(launched.rows, launched.outputs, launched.issued, drawn, strict=True):
             if row.step is not None:
                 features, began_ns = row.given.features or Features(), launched.started_ns

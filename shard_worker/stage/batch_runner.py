@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.messages.tensors import WireTensor
 from services.records import record
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.device.dtypes import OnHost
+from shard_worker.device.dtypes import OnHost, bytes_of, copy_rows
 from shard_worker.device.graph_capture import capture_graph
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
@@ -95,6 +96,11 @@ class BatchRunner:
         self._outgoing = [
             torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
         ]
+        incoming = self._hidden if embedding is None else self._hidden[:0]
+        self._incoming = [
+            torch.zeros_like(incoming, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
+        ]
+        """The rows from the stage before on their way to the device."""
         self._logits: torch.Tensor | None = None
         """Of all rows of the last step, where the head is: graphs with their own would take a gigabyte for them."""
         if head is not None:
@@ -158,24 +164,26 @@ class BatchRunner:
     def run(
         self,
         sessions: Sequence[SessionTokens],
-        hidden: torch.Tensor | None,
+        hidden: torch.Tensor | Sequence[WireTensor],
         features: Features | None,
         *,
         complete: Callable[[StepParameters], None] | None = None,
     ) -> StepOutput:
         """Launch a step of all these sessions' rows, one session's behind the other's.
 
-        They must fit, as `fits` says. hidden: the rows [n, hidden] from the stage before, on any device, where no
-        embedding is here. features: what the draft reads of the rows is added to it; None where no draft wants it.
-        complete: queues that the parameters are completed, where sessions are `behind`.
+        They must fit, as `fits` says. hidden: the rows [n, hidden] from the segment before, on any device, or from the
+        stage before, some sessions' behind others'; none where the embedding is here. features: what the draft reads of
+        the rows is added to it; None where no draft wants it. complete: queues that the parameters are completed, where
+        sessions are `behind`.
         """
         count = sum(len(session.token_ids) for session in sessions)
         variant = self._variant(count, features is not None and self._segment.capture is not None)
         with self._segment.device.current():
             step = self._capture_once(variant)
             self._place(sessions)
-            if hidden is not None:
-                self._hidden[:count].copy_(hidden, non_blocking=True)
+            if len(hidden):
+                rows = hidden if isinstance(hidden, torch.Tensor) else self._taken_in(hidden)
+                self._hidden[:count].copy_(rows, non_blocking=True)
             self._parameters.send()
             if self._own is not None:
                 self._own.send(count, self._parameters.turn)
@@ -251,6 +259,12 @@ class BatchRunner:
             first_sum += rows * chunk_count(session.length)
         # Kernels would write behind it.
         assert first_sum <= sums_room(self._made_with(first_row), self._longest, alone=False)
+
+    def _taken_in(self, tensors: Sequence[WireTensor]) -> torch.Tensor:
+        """Return the rows in page-locked memory, which the last step of the same turn has left."""
+        rows = self._incoming[self._parameters.turn]
+        copy_rows(tensors, bytes_of(rows))
+        return rows[: sum(tensor.shape[0] for tensor in tensors)]
 
     def _capture_once(self, variant: Variant) -> CapturedStep:
         if variant not in self._captured:

@@ -89,9 +89,9 @@ class StepInput:
     hidden: WireTensor | None = None
     behind: int | None = None
 
-    def with_tokens(self, token_ids: tuple[int, ...]) -> StepInput:
-        """Return the same rows with other tokens."""
-        return StepInput(self.stage, self.state, token_ids, self.features, self.uncommitted, self.hidden, self.behind)
+    def with_tokens(self, token_ids: tuple[int, ...], hidden: WireTensor | None = None) -> StepInput:
+        """Return the same rows with other tokens, and with what the stage before made of them."""
+        return StepInput(self.stage, self.state, token_ids, self.features, self.uncommitted, hidden, self.behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +316,13 @@ class Stage:
         self.cancel()
         counts = [len(one.token_ids) for one in inputs]
         token_ids = [token for one in inputs for token in one.token_ids]
-        hidden = None
-        if inputs[0].hidden is not None:
-            hidden = rows_from_wire([one.hidden for one in inputs if one.hidden is not None], self.device)
+        incoming = [one.hidden for one in inputs if one.hidden is not None]
         wanted = [one.features for one in inputs if one.features is not None]
         features = joined(wanted) if wanted else None
         if self.batch_runners:
-            output = self._run_kernels(inputs, hidden, features, complete)
+            output = self._run_kernels(inputs, incoming, features, complete)
         else:
-            rows = self.embed(token_ids) if hidden is None else hidden
+            rows = rows_from_wire(incoming, self.device) if incoming else self.embed(token_ids)
             states = [one.state for one in inputs]
             uncommitted = [one.uncommitted for one in inputs]
             result = self.run_together(states, counts, rows, features, uncommitted=uncommitted, token_ids=token_ids)
@@ -345,11 +343,12 @@ class Stage:
     def _run_kernels(
         self,
         inputs: Sequence[StepInput],
-        hidden: torch.Tensor | None,
+        incoming: Sequence[WireTensor],
         features: Features | None,
         complete: Callable[[StepParameters], None] | None,
     ) -> StepOutput:
         output = None
+        hidden: torch.Tensor | Sequence[WireTensor] = incoming
         for index, runner in enumerate(self.batch_runners):
             sessions = _session_tokens(inputs, index)
             output = runner.run(sessions, hidden, features, complete=complete)

@@ -265,6 +265,9 @@ class FakeStageSession:
                 raise event
             yield event
 
+    def answer_at_once(self, _: Callable[[Event], bool]) -> None:
+        """Events are read."""
+
     async def close(self, why: str = CLOSED) -> None:
         self.closed += 1
         self.why = why

@@ -271,7 +271,7 @@ def test_recurrent_layers_advance_by_what_the_device_decides(tiny: Tiny, name: s
         parts = [
             SessionTokens(0, tuple(ids(count)), own, None, True) for count, own in zip(counts, caches, strict=True)
         ]
-        runner.run(parts, None, None)
+        runner.run(parts, (), None)
         if caches is one:
             runner.commit(caches, kept)
         else:

@@ -14,7 +14,15 @@ import pytest
 from services.errors import ResourceExhausted
 from services.messages.batch_frames import StepBatch
 from services.messages.description import HeadPlace
-from services.messages.steps import Commit, Failure, Forward, SnapshotRestore, SnapshotRestored, StepKind
+from services.messages.steps import (
+    Commit,
+    Failure,
+    Forward,
+    SamplingParams,
+    SnapshotRestore,
+    SnapshotRestored,
+    StepKind,
+)
 from shard_worker.session import step_batches
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import TargetSession
@@ -123,6 +131,63 @@ async def test_steps_begin_before_the_results_of_others_are_there(
         if len(behind) > 4:
             return
     pytest.fail(f"sessions of steps behind others: {behind}")
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+async def test_prepared_steps_begin_as_they_come(
+    new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
+) -> None:
+    """On every stage, where a GPU computes them: before all that was said of them is taken up. Answers of all lengths
+    are those of each alone; one ends by a stop token, one is closed while others go on, and some come later."""
+    monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
+    begun: dict[StepBatches, list[int]] = {}
+    begin_prepared = StepBatches.begin_prepared
+
+    def noting(batches: StepBatches, steps: Sequence[Any]) -> None:
+        begin_prepared(batches, steps)
+        if batches._expected:
+            begun.setdefault(batches, []).append(len(batches._expected))
+
+    monkeypatch.setattr(StepBatches, "begin_prepared", noting)
+    chain = new_chain(name, cuts)
+    lengths, plain = [30, 8, 21, 40, 30, 12], {"draft": None, "batch_invariant_rows": 16}
+    fields: list[dict[str, Any]] = [{} for _ in lengths]
+    fields[2] = {"sampling": SamplingParams(temperature=0.9, seed=7, top_k=20), "prompt_length": 7}
+
+    async def answer_of(number: int, first_come: float = 0.0) -> list[int]:
+        await asyncio.sleep(first_come)
+        prompt = ids(5 + number, seed=number)
+        async with chain.session(**plain, **fields[number]) as client:
+            await client.prefill(prompt[:-1])
+            tokens = tokens_of(await follow(client, prompt[-1], lengths[number]))
+            # Nothing is computed behind the answer.
+            more = await follow(client, tokens[-1], 2)
+        return [*tokens, *tokens_of(more)]
+
+    fields[4] = {"stop_token_ids": frozenset({(await answer_of(4))[9]})}
+    alone = [await answer_of(number) for number in range(len(lengths))]
+    for role in chain.roles:
+        watch(role, looks=3)
+
+    async def leave() -> None:
+        async with chain.session(**plain) as client:
+            await client.prefill(ids(9, seed=9))
+            await client.send(client.frame(StepKind.DECODE, [1], more=40))
+            await client.commit()
+
+    for _ in range(10):
+        answers = [answer_of(number, 0.02 * (number > 3)) for number in range(len(lengths))]
+        found = await asyncio.gather(*answers, leave())
+        assert found[: len(alone)] == alone
+        if len(begun) == len(chain.roles) and all(max(counts) > 1 for counts in begun.values()):
+            break
+    else:
+        pytest.fail(f"sessions whose steps began as they came, on each stage: {[*map(max, begun.values())]}")
+    # What was prepared is no longer held once its sessions are closed.
+    for role in chain.roles:
+        await role.resources.thread.submit(int)
+        assert not role.batches._prepared
+        assert not role.batches._expected
 
 
 @pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.PROJECTED])

@@ -25,6 +25,9 @@ class RecordingStage:
     def most_together(self, inputs: Sequence[Any]) -> int:
         return len(inputs)
 
+    def overlaps(self, rows: int) -> bool:
+        return False
+
     def step_together(self, inputs: Sequence[Any], complete: None) -> list[Any]:
         assert complete is None
         self.batches.append([given.name for given in inputs])
@@ -39,6 +42,8 @@ class Session:
     stage: RecordingStage
     chain_length: int = 1
     most_rows: int = 512
+    is_first: bool = True
+    closed: bool = False
 
     def kind(self, forward: Forward) -> str | None:
         if len(forward.token_ids) > self.most_rows:
@@ -78,6 +83,8 @@ class Scheduled:
             notice=lambda: None,
             computes=lambda what, rows: None,
             about_to_wait=lambda: None,
+            soon=lambda job, *args: None,
+            do_put_off=lambda: None,
             busy_time=BusyTime(),
             has_jobs=False,
             busy=False,
@@ -241,6 +248,97 @@ def test_looking_for_results_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduled.add_answers(1)
     assert scheduled.run() == [["first"], ["answer 0", "begins"], ["ends"], ["second"]]
     assert next(looks, None) is None
+
+
+class Travelling:
+    """Steps of a chain of two stages on its first one; time stands still but for `pass_ms`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_ns = 1
+        monkeypatch.setattr(step_batches.time, "monotonic_ns", lambda: self._now_ns)
+        monkeypatch.setattr(step_batches.time, "sleep", lambda seconds: self.pass_ms(0.1))
+        self.scheduled = Scheduled(chain_length=2)
+        self.sessions: dict[str, Session] = {}
+
+    def pass_ms(self, ms: float) -> None:
+        self._now_ns += int(ms * 1e6)
+
+    def open(self, *names: str) -> None:
+        for name in names:
+            self.sessions[name] = Session(name, self.scheduled.stage, 2)
+            self.scheduled.sessions.append(self.sessions[name])
+
+    def come(self, *names: str, kind: StepKind = StepKind.DECODE, rows: int = 1) -> None:
+        for name in names:
+            forward = Forward(5, 100, (7,) * rows, kind, more=9)
+            self.scheduled.steps.add(self.sessions[name], forward, lambda step: None, _raise)  # type: ignore[arg-type]
+
+    def batches(self) -> list[list[str]]:
+        """What is computed by now."""
+        for _ in range(3):
+            if self.scheduled.steps.waiting:
+                self.scheduled.steps.run()
+        batches, self.scheduled.stage.batches = self.scheduled.stage.batches, []
+        return batches
+
+
+@pytest.fixture
+def travelling(monkeypatch: pytest.MonkeyPatch) -> Travelling:
+    """Two batches of two and one of one, which took 8 ms to come back the first time."""
+    chain = Travelling(monkeypatch)
+    chain.open("a", "b", "c", "d", "e")
+    for names in (("a", "b"), ("c", "d"), ("e",)):
+        chain.come(*names)
+        assert chain.batches() == [[*names]]
+        chain.pass_ms(0.1)
+    chain.pass_ms(8)
+    return chain
+
+
+def test_no_more_batches_travel_than_there_are_stages(travelling: Travelling) -> None:
+    """What would be one more waits for the next that comes back, and goes on with it."""
+    travelling.come("e")
+    assert travelling.batches() == []
+    travelling.come("a", "b")
+    assert travelling.batches() == [["e", "a", "b"]]
+    # Now there are two.
+    travelling.pass_ms(3)
+    travelling.come("c", "d")
+    assert travelling.batches() == [["c", "d"]]
+
+
+def test_nobody_waits_for_a_batch_that_does_not_come_back(travelling: Travelling) -> None:
+    """Or is late by half of the time that it took before."""
+    travelling.come("a", "b", "c", "d", "e")
+    assert [sorted(names) for names in travelling.batches()] == [["a", "b", "c"], ["d", "e"]]
+    travelling.pass_ms(1)
+    for name in ("a", "b", "c"):
+        travelling.sessions[name].closed = True
+    travelling.open("new")
+    travelling.come("new")
+    assert travelling.batches() == [["new"]]
+    travelling.open("other")
+    travelling.come("other")
+    assert travelling.batches() == []
+    travelling.pass_ms(20)
+    assert travelling.batches() == [["other"]]
+
+
+def test_a_chunk_alone_waits_for_a_batch(travelling: Travelling) -> None:
+    travelling.open("prompt")
+    travelling.come("a", "b", "c", "d", "e")
+    assert len(travelling.batches()) == 2
+    travelling.pass_ms(2)
+    travelling.come("prompt", kind=StepKind.PREFILL, rows=64)
+    assert travelling.batches() == []
+    travelling.come("a", "b")
+    assert travelling.batches() == [["a", "b", "prompt"]]
+    # And not for one that is late.
+    travelling.pass_ms(2)
+    travelling.come("prompt", kind=StepKind.PREFILL, rows=64)
+    assert travelling.batches() == []
+    travelling.pass_ms(40)
+    assert travelling.batches() == [["prompt"]]
 
 
 def test_prompts_that_have_begun_come_first() -> None:

@@ -115,7 +115,7 @@ def compare(
     ]
     assert many.fits(parts)
     together = Features()
-    output = many.run(parts, None, together)
+    output = many.run(parts, (), together)
     assert output.logits is not None
     assert output.argmax is not None
     assert together.total is not None
@@ -164,13 +164,13 @@ def test_a_prompt_is_the_same_in_any_chunks_beside_anything(tiny: Tiny, name: st
         part = SessionTokens(position, tuple(tokens[position : position + count]), among)
         rows = tuple(other[2 * turn : 2 * turn + (2 if blocks else 1)])
         parts = [SessionTokens(2 * turn, rows, beside, None, blocks), part]
-        output = many.run(parts, None, None)
+        output = many.run(parts, (), None)
         assert output.logits is not None
         logits = output.logits.clone()
         if blocks:
             many.commit([beside], [2])
         else:
-            many.run([SessionTokens(2 * turn + 1, (other[2 * turn + 1],), beside)], None, None)
+            many.run([SessionTokens(2 * turn + 1, (other[2 * turn + 1],), beside)], (), None)
         for row in range(count):
             assert_equal(logits[len(rows) + row], expected[position + row][0])
         position += count

@@ -1,0 +1,65 @@
+"""The batches of a chain of several stages that others of them compute, and whether to wait for one.
+
+A stage takes about as long for a few rows as for many. So what waits here alone, where other sessions' steps soon come
+back, is computed together with these. Who computes steps tells which leave and which are back. It must not know what
+steps are, nor how they travel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+LATE = 1.5
+"""By how many times the time that rounds take a batch is waited for: it may not come back, or its sessions pause."""
+
+_ROUNDS = 8
+"""About so many rounds count for how long one takes."""
+
+
+class Travelling(Protocol):
+    """What a session is here."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more steps."""
+
+
+class BatchesAway:
+    """The sessions whose last step was computed here, and whose next one comes from another stage by itself.
+
+    `back` may be called on any thread, all else is called on the device thread.
+    """
+
+    def __init__(self) -> None:
+        self._left_ns: dict[Travelling, int] = {}
+        """When each one's batch left, by `time.monotonic_ns`, which names the batch."""
+        self._round_ns = 0.0
+        """How long batches take until they are back; 0 where none was yet."""
+
+    def left(self, sessions: Iterable[Travelling]) -> None:
+        """Note that a batch leaves, with the steps of these sessions."""
+        now_ns = time.monotonic_ns()
+        for session in sessions:
+            self._left_ns[session] = now_ns
+
+    def back(self, session: Travelling) -> None:
+        """Note that a session's next step is here."""
+        left_ns = self._left_ns.pop(session, None)
+        if left_ns is None:
+            return
+        took_ns = time.monotonic_ns() - left_ns
+        if self._round_ns:
+            # One that paused says little of the others.
+            took_ns = min(took_ns, int(2 * self._round_ns))
+        self._round_ns += (took_ns - self._round_ns) / (_ROUNDS if self._round_ns else 1)
+
+    def expected(self) -> int:
+        """Return how many batches should be back soon."""
+        left_ns = [*self._left_ns.items()]
+        for session, _ in left_ns:
+            if session.closed:
+                self._left_ns.pop(session, None)
+        in_time_ns = time.monotonic_ns() - LATE * self._round_ns
+        return len({at_ns for session, at_ns in left_ns if not session.closed and at_ns >= in_time_ns})
