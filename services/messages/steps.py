@@ -317,14 +317,21 @@ class Commit:
 
         timing: of the stage that passes it up.
         """
+        return self._with((timing, *self.timings), more, self.followed, propose_tokens)
+
+    def begun_behind(self) -> Commit:
+        """Return the same answer, behind which the next step has begun."""
+        return self._with(self.timings, self.more, True, self.propose_tokens)
+
+    def _with(self, timings: tuple[StageTiming, ...], more: int, followed: bool, propose_tokens: int) -> Commit:
         return Commit(
             self.step,
             self.length,
             self.token_ids,
-            (timing, *self.timings),
+            timings,
             self.logprobs,
             more,
-            self.followed,
+            followed,
             self.prompt_logprobs,
             self.batch_sessions,
             self.batch_rows,

@@ -33,21 +33,25 @@ class BatchesAway:
     """
 
     def __init__(self) -> None:
+        self._batches: dict[int, tuple[Travelling, ...]] = {}
+        """The sessions of each batch, by when it left, by `time.monotonic_ns`."""
         self._left_ns: dict[Travelling, int] = {}
-        """When each one's batch left, by `time.monotonic_ns`, which names the batch."""
+        """When each session's last batch left."""
         self._round_ns = 0.0
         """How long batches take until they are back; 0 where none was yet."""
 
     def left(self, sessions: Iterable[Travelling]) -> None:
         """Note that a batch leaves, with the steps of these sessions."""
-        now_ns = time.monotonic_ns()
-        for session in sessions:
+        now_ns, batch = time.monotonic_ns(), tuple(sessions)
+        if batch:
+            self._batches[now_ns] = batch
+        for session in batch:
             self._left_ns[session] = now_ns
 
     def back(self, session: Travelling) -> None:
-        """Note that a session's next step is here."""
+        """Note that a session's next step is here, and so its batch."""
         left_ns = self._left_ns.pop(session, None)
-        if left_ns is None:
+        if left_ns is None or self._batches.pop(left_ns, None) is None:
             return
         took_ns = time.monotonic_ns() - left_ns
         if self._round_ns:
@@ -57,9 +61,14 @@ class BatchesAway:
 
     def expected(self) -> int:
         """Return how many batches should be back soon."""
-        left_ns = [*self._left_ns.items()]
-        for session, _ in left_ns:
-            if session.closed:
-                self._left_ns.pop(session, None)
-        in_time_ns = time.monotonic_ns() - LATE * self._round_ns
-        return len({at_ns for session, at_ns in left_ns if not session.closed and at_ns >= in_time_ns})
+        in_time_ns, count = time.monotonic_ns() - LATE * self._round_ns, 0
+        for left_ns, batch in [*self._batches.items()]:
+            if all(session.closed for session in batch):
+                self._batches.pop(left_ns, None)
+            elif left_ns >= in_time_ns:
+                count += 1
+        return count
+
+    def forget(self, session: Travelling) -> None:
+        """Forget a session that takes no more steps."""
+        self._left_ns.pop(session, None)

@@ -501,7 +501,7 @@ class RelayDeviceSession(DeviceSession):
     def _tell_answered(self, commit: Commit, proposal: Proposal | None, followed: bool) -> None:
         """Tell the event loop of an answer. followed: the next step has begun."""
         if followed and proposal is None:
-            commit = replace(commit, followed=True)
+            commit = commit.begun_behind()
         elif followed and proposal is not None:
             proposal = replace(proposal, followed=True)
         self._events.put(self._handle, StepAnswered(commit, proposal))

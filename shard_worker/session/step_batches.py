@@ -664,6 +664,7 @@ class StepBatches:
 
     def forget(self, session: SteppingSession) -> None:
         """Drop what is prepared for a session that is closed, and so its memory; on the device thread."""
+        self._away.forget(session)
         for first, rows in [*self._prepared.items()]:
             if any(row.session is session for row in rows):
                 del self._prepared[first]
