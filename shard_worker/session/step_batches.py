@@ -403,17 +403,16 @@ class StepBatches:
         away = self._away.expected()
         if away and all(map(_is_chunk, waiting)):
             return True
-        return first.session.is_first and away + (self._launched is not None) >= stages
+        is_one_more = away + (self._launched is not None) >= stages
+        return first.session.is_first and is_one_more and _is_plain(first.forward)
 
     def _note_leaving(self, rows: Iterable[_Row]) -> None:
-        """Note whose next steps come from other stages by themselves."""
+        """Note whose next steps come from other stages by themselves, soon: before those that draft tokens are made for
+        other batches had better go on."""
         self._away.left(
             row.session
             for row in rows
-            if row.step is not None
-            and row.session.chain_length > 1
-            and row.forward.more
-            and row.forward.kind is not StepKind.PREFILL
+            if row.step is not None and row.session.chain_length > 1 and row.forward.more and _is_plain(row.forward)
         )
 
     @property
@@ -782,6 +781,11 @@ class StepBatches:
 
 def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep, ...]:
     return (waiting,) if isinstance(waiting, WaitingStep) else waiting
+
+
+def _is_plain(forward: Forward) -> bool:
+    """Return whether it is an answer's row without draft tokens, for which none are made either."""
+    return forward.kind is StepKind.DECODE and not forward.propose_tokens
 
 
 def _is_chunk(waiting: WaitingStep | tuple[WaitingStep, ...]) -> bool:

@@ -44,6 +44,11 @@ FIRST_PAGE = tl.constexpr(16)
 which layers with keys of another shape have."""
 
 
+_FIRST_SUM, _FIRST_PAGE = FIRST_SUM.value, FIRST_PAGE.value
+assert [index.value for index in (BASE, ROWS, FIRST_ROW)] == [0, 1, 2]
+assert [index.value for index in (FIRST_SUM, BEHIND, ENDED, COUNTED)] == [*range(_FIRST_SUM, _FIRST_SUM + 4)]
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the rows of a step stand, for layers that share a cache: int64 tensors on the device.
@@ -124,6 +129,7 @@ class StepParameters:
         self.tokens, self._places, lines = self._tensor.split((rows, placed, size - rows - placed))
         self.lines = lines.view(shape)
         self._at, self._rows, self._line, self._copy_stride = rows + placed, rows, length, shape[1] * length
+        self._sessions = shape[1]
         self._numbers = memoryview(array("q", range(rows)))
         self._twins = [self._make_twin(size, rows, placed, shape) for _ in range(twins)]
         self.turn = 0
@@ -168,7 +174,7 @@ class StepParameters:
         # What was sent last must have left before it is overwritten.
         self.wait()
         self.set_rows(base, rows, copy=copy, token_ids=token_ids)
-        self._set_caches(copy, 0, attention, others, recurrent)
+        self._set_caches(self._line_of(copy, 0), attention, others, recurrent)
 
     def set_rows(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
         """Set where the step's rows stand, for the session whose caches were filled in; to be called behind `wait`.
@@ -215,42 +221,44 @@ class StepParameters:
         """
         # Words lie side by side: what is too much would be another session's.
         assert first_row + rows <= self._rows
-        assert session < self.lines.shape[1]
+        assert session < self._sessions
         words, first = self._words, self._rows + first_row
-        words[first : first + rows] = array("q", (session,)) * rows
-        first += self._rows
-        words[first : first + rows] = self._numbers[:rows]
-        self._words_of_tokens(first_row, token_ids)
+        if rows == 1:
+            # As most are: of many sessions this is what the host does longest before the device begins.
+            words[first], words[first + self._rows] = session, 0
+        else:
+            words[first : first + rows] = array("q", (session,)) * rows
+            words[first + self._rows : first + self._rows + rows] = self._numbers[:rows]
+        for word, token in enumerate(token_ids, first_row):
+            words[word] = token
         line = self._line_of(copy, session)
-        words[line + BASE.value], words[line + ROWS.value], words[line + FIRST_ROW.value] = base, rows, first_row
-        words[line + FIRST_SUM.value] = first_sum
-        words[line + BEHIND.value], words[line + ENDED.value] = 0 if behind is None else behind + 1, 0
-        words[line + COUNTED.value] = 0 if uncommitted else rows
-        self._set_caches(copy, session, attention, others, recurrent)
+        words[line : line + 3] = array("q", (base, rows, first_row))
+        words[line + _FIRST_SUM : line + _FIRST_SUM + 4] = array(
+            "q", (first_sum, 0 if behind is None else behind + 1, 0, 0 if uncommitted else rows)
+        )
+        self._set_caches(line, attention, others, recurrent)
 
     def _line_of(self, copy: int, session: int) -> int:
         """Return where a session's numbers begin among all words."""
         return self._at + copy * self._copy_stride + session * self._line
 
-    def _words_of_tokens(self, first: int, token_ids: Sequence[int]) -> None:
-        for word, token in enumerate(token_ids, first):
-            self._words[word] = token
-
     def _set_caches(
         self,
-        copy: int,
-        session: int,
+        line: int,
         attention: AttentionCache | None,
         others: Sequence[AttentionCache],
         recurrent: RecurrentCache | None,
     ) -> None:
-        words, line = self._words, self._line_of(copy, session)
+        """Set where the caches of a session lie, whose numbers begin at the word `line`."""
+        words = self._words
         if recurrent is not None:
             words[line + STATE.value : line + ROOM.value + 1] = array("q", recurrent.addresses)
-        for index, cache in enumerate(() if attention is None else (attention, *others)):
-            assert len(cache.addresses) <= self._pages
-            first = line + FIRST_PAGE.value + index * self._pages
-            words[first : first + len(cache.addresses)] = array("q", cache.addresses)
+        first = line + _FIRST_PAGE
+        for cache in () if attention is None else (attention, *others):
+            pages = len(cache.addresses)
+            assert pages <= self._pages
+            words[first : first + pages] = array("q", cache.addresses)
+            first += self._pages
 
     # --- on their way
 

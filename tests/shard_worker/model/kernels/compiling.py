@@ -593,7 +593,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     blocks, contexts = BlocksAhead(drafting_together, embedding), [draft.allocate(256) for _ in range(8)]
     for rows in case.batches:
         parts = [SessionTokens(0, (5,) * (rows // 2), caches, None, True) for caches in sessions]
-        several.run(parts, None, Features())
+        several.run(parts, (), Features())
         several.commit(sessions, [1, 1])
         following = [Following(min(rows // 8, drafting.session_rows), context, 15) for context in contexts]
         chosen, total = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, case.target["hidden_size"])
