@@ -42,7 +42,7 @@ class BatchesAway:
 
     def left(self, sessions: Iterable[Travelling]) -> None:
         """Note that a batch leaves, with the steps of these sessions."""
-        now_ns, batch = time.monotonic_ns(), tuple(sessions)
+        now_ns, batch = time.monotonic_ns(), tuple(session for session in sessions if not session.closed)
         if batch:
             self._batches[now_ns] = batch
         for session in batch:
@@ -71,4 +71,6 @@ class BatchesAway:
 
     def forget(self, session: Travelling) -> None:
         """Forget a session that takes no more steps."""
-        self._left_ns.pop(session, None)
+        left_ns = self._left_ns.pop(session, 0)
+        if all(one.closed for one in self._batches.get(left_ns, ())):
+            self._batches.pop(left_ns, None)

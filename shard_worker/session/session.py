@@ -562,7 +562,7 @@ class DeviceSession(ABC):
         lanes = [lane for lane in (self._lanes.above, self._lanes.below) if lane is not None]
         # The thread may be over.
         with contextlib.suppress(RuntimeError):
-            if lanes:
+            if self.chain_length > 1:
                 self._thread.queue(self._batches.forget, self)
             for lane in lanes:
                 self._thread.queue(lane.close)

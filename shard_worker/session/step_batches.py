@@ -662,7 +662,8 @@ class StepBatches:
             self._prepared[rows[0].session] = rows
 
     def forget(self, session: SteppingSession) -> None:
-        """Drop what is prepared for a session that is closed, and so its memory; on the device thread."""
+        """Drop what is kept for a session of a chain of several stages that is closed, and so its memory; on the device
+        thread."""
         self._away.forget(session)
         for first, rows in [*self._prepared.items()]:
             if any(row.session is session for row in rows):

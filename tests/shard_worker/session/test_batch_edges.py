@@ -183,11 +183,13 @@ async def test_prepared_steps_begin_as_they_come(
             break
     else:
         pytest.fail(f"sessions whose steps began as they came, on each stage: {[*map(max, begun.values())]}")
-    # What was prepared is no longer held once its sessions are closed.
+    # Nothing of sessions that are closed is held.
     for role in chain.roles:
         await role.resources.thread.submit(int)
         assert not role.batches._prepared
         assert not role.batches._expected
+        assert not role.batches._away._left_ns
+        assert not role.batches._away._batches
 
 
 @pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.PROJECTED])
