@@ -56,6 +56,10 @@ NEXT_CHUNK_S, LOOK_AGAIN_S = 2e-3, 5e-5
 """How long the next chunk of such a prompt is waited for, which comes when the event loop has heard of the one before
 it, and how often it is looked for. A long chunk takes 17 times as long (8B shape, H200)."""
 
+LOOK_SELDOM_S = 1e-3
+"""How often a batch is looked for that is soon back, where others need the core; a round takes some ten times as long
+there."""
+
 FIRST_STEP_S = 4e-3
 """How long the first step of a session that has just been opened is waited for, once between two long chunks: who asks
 for it is told that it is open, perhaps on another host."""
@@ -370,9 +374,13 @@ class StepBatches:
                 self._batches_between, self._first_step_until_ns = 0, None
                 self._compute_alone(self._alone.popleft(), errors)
                 return
-            if not self._others_wait or (self._launched is None and self._waits_for_batch):
+            if not self._others_wait:
                 self._thread.about_to_wait()
                 time.sleep(LOOK_AGAIN_S)
+                return
+            if self._launched is None and self._waits_for_batch:
+                self._thread.about_to_wait()
+                time.sleep(LOOK_AGAIN_S if looks_without_sleep() else LOOK_SELDOM_S)
                 return
             if self._launched is None:
                 self._compute(self._next(), errors)
