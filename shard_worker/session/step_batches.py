@@ -457,24 +457,30 @@ class StepBatches:
         return launched_ns if results_ns is None else results_ns
 
     def _next(self) -> list[WaitingStep]:
-        """Take out the steps of the next batch: those that can be computed with the first that waits, in turn.
-
-        Answers' steps come before chunks of prompts, of which one at least is taken, and of prompts those that have
-        begun. What came together stays together. Where it is less than a stage's share of the sessions others join it,
-        so that there are soon no more batches under way than stages.
-        """
-        waiting = [*self._waiting]
-        [first, *_] = _steps(waiting[0])
-        kind, most = first.session.kind(first.forward), self._share(first.session)
-        alike = [one for one in waiting if _steps(one)[0].session.kind(_steps(one)[0].forward) == kind]
-        chunks = _begun_first(alike)
-        kept = _rows_of(chunks[0]) if chunks else 0
-        others = [one for one in alike if not _is_chunk(one)]
-        chosen = _fitting(others, most, first.session.most_rows - kept)
-        rows = sum(map(_rows_of, chosen))
-        taken = chosen + _chunks_beside(chunks, len(chosen), rows, most - len(chosen), first.session.most_rows)
+        """Take out the steps of the next batch: those that can be computed with the first that waits."""
+        [first, *_] = _steps(self._waiting[0])
+        taken = self._joining(first.session, first.forward, 0)
         self._take(taken)
         return [step for one in taken for step in _steps(one) if step.begins()]
+
+    def _joining(
+        self, session: SteppingSession, forward: Forward, begun: int
+    ) -> list[WaitingStep | tuple[WaitingStep, ...]]:
+        """Return those that wait and can be computed with a step of this session, in turn.
+
+        begun: how many rows of as many sessions are computed in any case. Answers' steps come before chunks of prompts,
+        of which one at least is there, and of prompts those that have begun. What came together stays together. Where
+        it is less than a stage's share of the sessions others join it, so that there are soon no more batches under
+        way than stages.
+        """
+        kind, room = session.kind(forward), self._share(session) - begun
+        alike = [one for one in [*self._waiting] if _steps(one)[0].session.kind(_steps(one)[0].forward) == kind]
+        chunks = _begun_first(alike)
+        kept = _rows_of(chunks[0]) if chunks else 0
+        others = [one for one in alike if not _is_chunk(one) and (not begun or len(_steps(one)) <= room)]
+        chosen = _fitting(others, room, session.most_rows - begun - kept)
+        rows = begun + sum(map(_rows_of, chosen))
+        return chosen + _chunks_beside(chunks, begun + len(chosen), rows, room - len(chosen), session.most_rows)
 
     def _take(self, taken: Sequence[WaitingStep | tuple[WaitingStep, ...]]) -> None:
         """Take these out of those that wait, for a batch."""
@@ -712,18 +718,10 @@ class StepBatches:
     def _beside(self, rows: Sequence[_Row]) -> list[_Row]:
         """Take out the steps that wait and can be computed with these, as `_next` does; none where not all of them
         fit."""
-        waiting, session = [*self._waiting], rows[0].session
-        kind, room = session.kind(rows[0].forward), max(0, self._share(session) - len(rows))
-        alike = [one for one in waiting if _steps(one)[0].session.kind(_steps(one)[0].forward) == kind]
-        others = [one for one in alike if not _is_chunk(one) and len(_steps(one)) <= room]
-        chosen = _fitting(others, room, session.most_rows - len(rows))
-        count = len(rows) + sum(map(_rows_of, chosen))
-        chunks = _chunks_beside(
-            _begun_first(alike), len(rows) + len(chosen), count, room - len(chosen), session.most_rows
-        )
+        joining = self._joining(rows[0].session, rows[0].forward, len(rows))
         beside: list[_Row] = []
         try:
-            for step in [step for one in chosen + chunks for step in _steps(one)]:
+            for step in [step for one in joining for step in _steps(one)]:
                 given = step.session.prepare(step.forward)
                 beside.append(_Row(step.session, step.forward, given, step))
         except Exception:
@@ -731,7 +729,7 @@ class StepBatches:
             beside = []
         if not self._fits_behind([*rows, *beside]):
             beside = []
-        self._take(chosen + chunks if beside else [])
+        self._take(joining if beside else [])
         return [row for row in beside if row.step is None or row.step.begins()]
 
     def _fits_behind(self, rows: Sequence[_Row]) -> bool:
