@@ -326,20 +326,19 @@ def _placed(
 
 
 @triton.jit
-def _columns(SIZE: tl.constexpr, TOGETHER: tl.constexpr, FORM: tl.constexpr):
-    """Return the columns of the first numbers in bytes, in the order in which `_placed` has them: [SIZE].
-
-    It is that of the matrix, but where a lane reads 4 neighbouring columns and four warps multiply together. There the
-    16 that are summed up at once are in this order those that they are elsewhere: the first or the last two of each
-    four columns, of 32.
-    """
+def _columns(SIZE: tl.constexpr, FORM: tl.constexpr):
+    """Return the columns of the first numbers in bytes, in the order in which `_placed` has them: [SIZE]."""
     places = tl.arange(0, SIZE)
-    if FORM.lane_columns == 4 and TOGETHER:
-        if SIZE >= 32:
-            places = places // 32 * 32 + places // 8 % 2 * 16 + places // 2 % 4 * 4 + places // 16 % 2 * 2 + places % 2
-        else:
-            places = places // 2 % 4 * 4 + places // 8 * 2 + places % 2
     return places // 32 * 64 + places % 32 if FORM.halves == 2 else places
+
+
+@triton.jit
+def _exchanged(places, SIZE: tl.constexpr):
+    """Return the columns that stand in places of `exchange_columns`."""
+    if SIZE >= 32:
+        return places // 32 * 32 + places // 8 % 2 * 16 + places // 2 % 4 * 4 + places // 16 % 2 * 2 + places % 2
+    else:
+        return places // 16 * 16 + places // 2 % 4 * 4 + places // 8 % 2 * 2 + places % 2
 
 
 @triton.jit
@@ -611,7 +610,7 @@ def packed_sums(
     if PAIRED:
         o_at = _tile_at(codes, read + width, depth // halves, chunk)[:, None] + begin // halves * 4
         o_at += tl.arange(0, chunk // 4)[None, :]
-    column = _columns(size, TOGETHER, FORM)
+    column = _columns(size, FORM)
     if FORM.lane_columns > 0:
         c_at = tl.max_contiguous(tl.multiple_of(c_at, (1, chunk // 4)), (1, chunk // 16))
         o_at = tl.max_contiguous(tl.multiple_of(o_at, (1, chunk // 4)), (1, chunk // 16))
@@ -737,6 +736,29 @@ def packed_sums(
         total *= FORM.factor
         other *= FORM.factor
     return tl.trans(total), tl.trans(other)
+
+
+@triton.jit
+def _exchange(x, exchanged, depth, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ks = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.load(x + row * depth + _exchanged(ks, SIZE), mask=ks < depth)
+    tl.store(exchanged + row * depth + ks, columns, mask=ks < depth)
+
+
+def exchange_columns(x: torch.Tensor, form: Form, *, together: bool) -> torch.Tensor:
+    """Return rows x [n, depth] with their columns in the order in which a matrix of a form is multiplied by them.
+
+    together: as of `multiplies_together`. Where a lane then reads 4 neighbouring columns, the 16 that are summed up at
+    once are those that they are elsewhere: the first or the last two of each four columns, of 32. Otherwise columns
+    stay as they are.
+    """
+    if not together or form.lane_columns != 4:
+        return x
+    rows, depth = x.shape
+    exchanged = torch.empty_like(x)
+    _exchange[(rows, triton.cdiv(depth, 1024))](x, exchanged, depth, BLOCK=1024, SIZE=form.bytes, num_warps=4)
+    return exchanged
 
 
 @triton.jit

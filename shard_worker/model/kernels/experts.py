@@ -21,7 +21,14 @@ import triton.language as tl
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels import matmul
-from shard_worker.model.kernels.codes import Form, form_of, multiplies_together, packed_sums, wants_sums
+from shard_worker.model.kernels.codes import (
+    Form,
+    exchange_columns,
+    form_of,
+    multiplies_together,
+    packed_sums,
+    wants_sums,
+)
 from shard_worker.model.kernels.elementwise import gated
 from shard_worker.model.kernels.matmul import (
     SQUARES_WIDTH,
@@ -621,10 +628,12 @@ def multiply(
         width, depth = (size, hidden) if first else (hidden, size)
         weight = together.gate_up if first else together.down
         bias = together.gate_up_bias if first else together.down_bias
+        by_four = multiplies_together(target, cut.width, cut.height, cut.warps)
         packed, source, own_sums = _packed(weight), x if first else middle, sums if first else middle_sums
         read, groups = weight.tensor if packed is None else packed.codes.view(torch.int32), matmul.NO_GROUPS
         if packed is not None and form is not None:
             groups = group_tensors(packed, form, source, own_sums)
+            source = exchange_columns(source, form, together=by_four)
         blocks, programs = triton.cdiv(width, cut.width), 1 if cut.serial else cut.split
         partial = empty(slots * blocks * programs * cut.height * cut.width * 2) if first and programs > 1 else made
         _product[(slots, blocks, programs)](
@@ -635,7 +644,7 @@ def multiply(
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=routed.alone,
             FIRST=first, MIXED=routed.mixed and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
             GELU=together.gelu, PRECISION=product_precision(x),
-            TOGETHER=multiplies_together(target, cut.width, cut.height, cut.warps), FORM=form, num_warps=cut.warps,
+            TOGETHER=by_four, FORM=form, num_warps=cut.warps,
             **behind,
         )  # fmt: skip
     if not routed.mixed:

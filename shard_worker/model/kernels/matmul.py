@@ -22,6 +22,7 @@ from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.codes import (
     Form,
+    exchange_columns,
     form_of,
     group_sums,
     multiplies_apart,
@@ -449,9 +450,11 @@ def _multiply(
     bias = None if around.bias is None else around.bias[first : first + width]
     read_x = source
     groups = NO_GROUPS
+    together = multiplies_together(target, config.width, config.height, config.warps)
     if packed is not None and form is not None:
         read_weight = packed.codes.view(torch.int32)
         groups = group_tensors(packed, form, source, sums)
+        read_x = exchange_columns(source, form, together=together)
     else:
         read_weight = weight if isinstance(weight, torch.Tensor) else weight.tensor
     if config.descriptors:
@@ -475,7 +478,7 @@ def _multiply(
         PAIRED=around.paired, GELU=around.gelu, THEN=around.norm is not None, SUMMED=next_sums is not None,
         **(_NO_HEADS if heads is None else constants(heads.shape, heads.places)),
         PRECISION=product_precision(source), WARPS=config.warps,
-        TOGETHER=multiplies_together(target, config.width, config.height, config.warps), FORM=form,
+        TOGETHER=together, FORM=form,
         num_warps=config.warps,
     )  # fmt: skip
 
@@ -648,13 +651,15 @@ def choose_packed(
     A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. A single row of
     activations is a tile of its own where its groups are multiplied apart. More rows of activations
     than 16 take tiles as high as registers and sums in one order allow. On Hopper four warps multiply 16 rows of
-    weights each together, unless a turn has so many columns that threads would have to exchange them for that.
+    weights each together, unless lanes read 4 neighbouring columns and a turn has the offsets of so many groups that
+    registers are few.
     """
     processors = PROCESSORS if target is None else target.processors
     shared = 64 << 10 if target is None else target.shared_bytes
     few = rows <= _TILE_ROWS
     long = form.columns > _SHORT_TURN
-    together = target is not None and target.tensor_engine and not (long and form.lane_columns == 4)
+    numerous = form.offset != "" and form.columns // form.group > 4
+    together = target is not None and target.tensor_engine and not (numerous and form.lane_columns == 4)
     if form.lane_columns:
         wide = head_dim or (32 if few or (paired and not together) else 64)
         warps = 4 if together and wide == 64 and not head_dim else max(2, wide // 32)
