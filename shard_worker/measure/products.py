@@ -185,10 +185,10 @@ class Products:
         def run() -> None:
             for (matrix, weight), then in zip(weights, following, strict=True):
                 if matrix.added:
-                    # What attention gives comes without sums.
-                    mixed = plain[weight.columns] if matrix.name == "out" else gated[weight.columns]
                     residual, norm = plain.get(weight.rows), norms[weight.rows]
-                    linear(mixed, weight, residual=residual, norm=norm, eps=EPS, then=then, config=config)
+                    linear(
+                        gated[weight.columns], weight, residual=residual, norm=norm, eps=EPS, then=then, config=config
+                    )
                 else:
                     next_gated = then if matrix.paired else None
                     x = normed[weight.columns]

@@ -17,6 +17,7 @@ import triton.language as tl
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.heads import HeadShape
+from shard_worker.model.kernels.matmul import SQUARES_WIDTH, store_run_sums
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, FIRST_ROW, FIRST_SUM, ROWS, Places
 from shard_worker.ops.rope import Rotation
 
@@ -157,15 +158,16 @@ def _attend(
 
 @triton.jit
 def _combine(
-    projected, lines, sessions, indices, sums, tops, sinks, head_gates, out, room,
+    projected, lines, sessions, indices, sums, tops, sinks, head_gates, out, column_sums, room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
     LINE: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
-    GATES: tl.constexpr,
+    GATES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid.
 
     sinks: float32 [HEADS], a score of each head's softmax that no value belongs to; None without. head_gates: [rows,
-    HEADS * GATES], whose softplus the result is multiplied by, GATES being 1 or DIM; None without.
+    HEADS * GATES], whose softplus the result is multiplied by, GATES being 1 or DIM; None without. column_sums:
+    float32, those of every SUMS columns of out; None where nobody wants them.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -215,6 +217,8 @@ def _combine(
         opened = tl.maximum(gate, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(gate)))
         mixed = (mixed.to(tl.float32) * opened.to(out.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + row * (HEADS * DIM) + head * DIM + ds, mixed)
+    if column_sums is not None:
+        store_run_sums(mixed, column_sums, row * HEADS + head, DIM, SUMS)
 
 
 @triton.jit
@@ -260,12 +264,14 @@ def attend(
     longest: int,
     sinks: torch.Tensor | None = None,
     head_gates: torch.Tensor | None = None,
+    column_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what rows of queries (and gates) [n, shape.stride] see in their sessions' pages, [n, heads * dim].
 
     The rows' own keys and values are in the pages already. slot: the layer's index in a page. longest: positions that
     any session may have; of several sessions, `fits` says which may stand in one step. sinks: float32 [heads], of each
     head's softmax. head_gates: [n, heads or heads * dim], whose softplus the result is multiplied by.
+    column_sums: memory for the result's sums, as of `Summed`; None where nobody wants them.
     """
     rows = len(projected)
     total = shape.group * rows
@@ -295,9 +301,9 @@ def attend(
         num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
-        projected, *placed, sums, tops, sinks, head_gates, out, room, **common, CHUNKS=chunks,
+        projected, *placed, sums, tops, sinks, head_gates, out, column_sums, room, **common, CHUNKS=chunks,
         MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated,
-        GATES=0 if head_gates is None else head_gates.shape[1] // shape.heads, num_warps=2,
+        GATES=0 if head_gates is None else head_gates.shape[1] // shape.heads, SUMS=SQUARES_WIDTH, num_warps=2,
     )  # fmt: skip
     return out
 

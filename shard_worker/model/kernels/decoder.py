@@ -18,7 +18,7 @@ from shard_worker.model.kernels import deltanet, experts
 from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.block_convolution import convolve
 from shard_worker.model.kernels.heads import WIDEST_TILE, Heads, HeadShape, finish_apart
-from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
+from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear, sums_for
 from shard_worker.model.kernels.output_norm import add_both, add_normed, add_normed_for_two
 from shard_worker.model.kernels.step_parameters import Places
 from shard_worker.model.layer_weights import (
@@ -232,12 +232,17 @@ def _mix(
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]],
     places: Places,
     uncommitted: bool,
-) -> torch.Tensor:
-    """Return what the mixer of a layer makes of its rows, before its last product. index: the layer's in `layers`."""
+) -> torch.Tensor | Summed:
+    """Return what the mixer of a layer makes of its rows, before its last product, with the sums that this wants.
+
+    index: the layer's in `layers`.
+    """
     mixer, slot = layers.weights[index].mixer, layers.slots[index]
+    shape, delta = layers.heads[index], layers.delta
+    rows = len(normed.scaled if isinstance(normed, Normed) else normed)
     if isinstance(mixer, AttentionWeights):
-        shape = layers.heads[index]
         assert shape is not None
+        sums = sums_for(mixer.out, (rows, mixer.out.columns), shape.dim)
         heads = Heads(shape, mixer.qk_norm, *ropes[mixer.shape.rope], places, slot)
         if shape.dim > WIDEST_TILE:
             projected, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias)
@@ -245,18 +250,22 @@ def _mix(
         else:
             queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
         head_gates = None if mixer.head_gates is None else linear(normed, mixer.head_gates)[0]
-        return attend(shape, queries, places, slot, layers.longest, mixer.sinks, head_gates)
-    assert layers.delta is not None
-    projected, _ = linear(normed, mixer.projection)
-    return deltanet.run(
-        layers.delta,
-        projected,
-        mixer.taps,
-        mixer.decay_rate,
-        mixer.dt_bias,
-        mixer.norm,
-        places,
-        slot,
-        layers.eps,
-        uncommitted=uncommitted,
-    )
+        mixed = attend(shape, queries, places, slot, layers.longest, mixer.sinks, head_gates, sums)
+    else:
+        assert delta is not None
+        sums = sums_for(mixer.out, (rows, mixer.out.columns), delta.value_dim)
+        projected, _ = linear(normed, mixer.projection)
+        mixed = deltanet.run(
+            delta,
+            projected,
+            mixer.taps,
+            mixer.decay_rate,
+            mixer.dt_bias,
+            mixer.norm,
+            places,
+            slot,
+            layers.eps,
+            uncommitted=uncommitted,
+            column_sums=sums,
+        )
+    return mixed if sums is None else Summed(mixed, sums)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shard_worker.model.kernels.matmul import SQUARES_WIDTH, store_run_sums
 from shard_worker.model.kernels.step_parameters import (
     CORRECTED,
     COUNTED,
@@ -178,10 +179,13 @@ def _recur(
 
 @triton.jit
 def _gate(
-    out, projected, norm, gated, eps,
-    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    out, projected, norm, gated, column_sums, eps,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and head: RMSNorm times SiLU of the gate."""
+    """Compute one row and head: RMSNorm times SiLU of the gate.
+
+    column_sums: float32, those of every SUMS columns of the result; None where nobody wants them.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     vs = tl.arange(0, VALUE_DIM)
     factors = tl.load(norm + vs)
@@ -189,7 +193,10 @@ def _gate(
     z = tl.load(projected + row * WIDTH + CHANNELS + head * VALUE_DIM + vs).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / VALUE_DIM + eps) * factors
     x = x * (z / (1.0 + tl.exp(-z)))
-    tl.store(gated + (row * VALUE_HEADS + head) * VALUE_DIM + vs, x.to(gated.dtype.element_ty))
+    x = x.to(gated.dtype.element_ty)
+    tl.store(gated + (row * VALUE_HEADS + head) * VALUE_DIM + vs, x)
+    if column_sums is not None:
+        store_run_sums(x, column_sums, row * VALUE_HEADS + head, VALUE_DIM, SUMS)
 
 
 @triton.jit
@@ -258,11 +265,13 @@ def run(
     eps: float,
     *,
     uncommitted: bool,
+    column_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [n, value_heads * value_dim], ready for the output projection, for rows of a fused one [n, shape.width].
 
     slot: the layer's index in a session's memory. uncommitted: the rows of a session alone are recorded and the state
     stays; else it advances by all of them. Of several sessions `places` says it of each.
+    column_sums: memory for the result's sums, as of `Summed`; None where nobody wants them.
     """
     rows, device = len(projected), projected.device
     mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, places, slot)
@@ -274,7 +283,7 @@ def run(
         mixed, gates, places.lines, out, slot, **heads, **dims, LINE=places.line, VALUES=values,
         UNCOMMITTED=uncommitted, num_warps=1,
     )  # fmt: skip
-    return gate(shape, out, projected, norm, eps)
+    return gate(shape, out, projected, norm, eps, column_sums)
 
 
 def mix(
@@ -305,13 +314,23 @@ def mix(
     return mixed, gates
 
 
-def gate(shape: Shape, out: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return [n, value_heads * value_dim]: heads of out, float32 [n, value_heads, value_dim], normed, times SiLU(z)."""
+def gate(
+    shape: Shape,
+    out: torch.Tensor,
+    projected: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    column_sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return [n, value_heads * value_dim]: heads of out, float32 [n, value_heads, value_dim], normed, times SiLU(z).
+
+    column_sums: as of `run`.
+    """
     rows = len(out)
     gated = torch.empty((rows, shape.value_heads * shape.value_dim), dtype=projected.dtype, device=out.device)
     _gate[(rows, shape.value_heads)](
-        out, projected, norm, gated, eps, VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim,
-        CHANNELS=shape.channels, WIDTH=shape.width, num_warps=1,
+        out, projected, norm, gated, column_sums, eps, VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim,
+        CHANNELS=shape.channels, WIDTH=shape.width, SUMS=SQUARES_WIDTH, num_warps=1,
     )  # fmt: skip
     return gated
 

@@ -40,6 +40,7 @@ from shard_worker.model.kernels.matmul import (
     norm_factors,
     store_sums,
     sum_of_parts,
+    sums_for,
     with_factors,
 )
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights
@@ -490,7 +491,7 @@ def run(
         for form, width, depth, first in zip(forms, (size, hidden), (hidden, size), (True, False), strict=True)
     ]
     out, sums_shape = torch.empty_like(x), (rows, triton.cdiv(hidden, SQUARES_WIDTH))
-    next_sums = empty(*sums_shape) if then is not None and wants_sums(then) else None
+    next_sums = sums_for(then, x.shape)
     following = None
     if norm is not None:
         following = Normed(torch.empty_like(out), empty(*sums_shape), eps, sums=next_sums)

@@ -10,6 +10,7 @@ same kernel.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -135,6 +136,14 @@ def store_sums(
     inside = (ms[:, None] < rows) & (parts[None, :] * SUMS < width)
     at = ms[:, None] * tl.cdiv(width, SUMS) + parts[None, :]
     tl.store(sums + at, tl.reshape(result, (BLOCK_ROWS, each)), mask=inside)
+
+
+@triton.jit
+def store_run_sums(x, sums, run, COUNT: tl.constexpr, SUMS: tl.constexpr):
+    """Store the sums of every SUMS numbers of x [COUNT], which are a run of that number among those of a row."""
+    each: tl.constexpr = COUNT // SUMS
+    result = row_sums(tl.reshape(x.to(tl.float32), (each, SUMS)), each, SUMS)
+    tl.store(sums + run * each + tl.arange(0, each), result)
 
 
 @triton.jit
@@ -398,9 +407,7 @@ def linear(
     stride = width if heads is None else heads.shape.stride
     out = torch.empty((rows, stride), dtype=source.dtype, device=source.device) if out is None else out
     sums_shape = (rows, triton.cdiv(width, SQUARES_WIDTH))
-    next_sums = None
-    if then is not None and wants_sums(then):
-        next_sums = torch.empty(sums_shape, dtype=torch.float32, device=source.device)
+    next_sums = sums_for(then, (rows, width))
     following: Normed | Summed | None = None
     if norm is not None:
         totals = torch.empty(sums_shape, dtype=torch.float32, device=source.device)
@@ -495,6 +502,18 @@ def group_tensors(weight: TiledWeight, form: Form, x: torch.Tensor, sums: torch.
     if sums is None or form.sums != SQUARES_WIDTH:
         sums = group_sums(x, form.sums)
     return scales.words, scales.factors, offsets.words, offsets.factors, sums
+
+
+def sums_for(weight: Weight | None, shape: Sequence[int], run: int = SQUARES_WIDTH) -> torch.Tensor | None:
+    """Return memory for the sums, as of `Summed`, that a matrix wants of rows [n, columns]; None where it wants none.
+
+    weight: what the rows are multiplied by next, None where that is not known. shape: of the rows. run: how many of
+    their columns are computed at once; where that leaves a sum in two parts, None is returned too.
+    """
+    if weight is None or not wants_sums(weight) or run % SQUARES_WIDTH:
+        return None
+    rows, columns = shape
+    return torch.empty((rows, triton.cdiv(columns, SQUARES_WIDTH)), dtype=torch.float32, device=weight.device)
 
 
 def row_count(weight: torch.Tensor | Weight) -> int:

@@ -8,8 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.codes import wants_sums
-from shard_worker.model.kernels.matmul import SQUARES_WIDTH, Normed, norm_factors, store_sums, with_factors
+from shard_worker.model.kernels.matmul import (
+    SQUARES_WIDTH,
+    Normed,
+    norm_factors,
+    store_sums,
+    sums_for,
+    with_factors,
+)
 from shard_worker.model.kernels.sums import whole_sum
 from shard_worker.weights.weight import Weight
 
@@ -193,7 +199,7 @@ def _following(residual: torch.Tensor, norm: torch.Tensor | None, eps: float, th
         return None
     rows, width = residual.shape
     totals = torch.empty((rows, triton.cdiv(width, SQUARES_WIDTH)), dtype=torch.float32, device=residual.device)
-    sums = torch.empty_like(totals) if then is not None and wants_sums(then) else None
+    sums = sums_for(then, residual.shape)
     return Normed(torch.empty_like(residual), totals, eps, sums=sums)
 
 

@@ -42,9 +42,11 @@ SIZES = [*((dim, False) for dim in (16, 32, 64, 128, 256)), (64, True)]
 @torch.inference_mode()
 def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: torch.dtype) -> None:
     """For heads of every size, over a page's end, without sinks and with small and large ones: near the dense one, and
-    to the same bits."""
+    to the same bits; with the sums of its columns where they are wanted."""
     from shard_worker.model.kernels.attention import attend
+    from shard_worker.model.kernels.codes import group_sums
     from shard_worker.model.kernels.heads import HeadShape
+    from shard_worker.model.kernels.matmul import SQUARES_WIDTH
 
     on, generator = device().torch_device, torch.Generator().manual_seed(dim)
 
@@ -58,7 +60,9 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: tor
     shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
     queries = random(ROWS, shape.stride)
     sinks = torch.linspace(-4, 12, KV_HEADS * GROUP).to(on) if has_sinks else None
-    together = attend(shape, queries, places_of(cache, BASE, ROWS), SLOT, CAPACITY, sinks)
+    sums = None if dim % SQUARES_WIDTH else torch.empty(ROWS, shape.heads * dim // SQUARES_WIDTH, device=on)
+    together = attend(shape, queries, places_of(cache, BASE, ROWS), SLOT, CAPACITY, sinks, column_sums=sums)
+    assert sums is None or torch.equal(sums, group_sums(together, SQUARES_WIDTH))
 
     expected = dense(queries.view(ROWS, -1, dim), keys, values, sinks)
     near = 1e-5 if dtype is torch.float32 else 1e-2
