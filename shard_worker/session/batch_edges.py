@@ -21,7 +21,8 @@ from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.link import slices_of
 from shard_worker.model.features import joined
 from shard_worker.sampling.verifier import ComputedStep
-from shard_worker.session.step_batches import StepBatches, WaitingStep
+from shard_worker.session.step_batches import StepBatches
+from shard_worker.session.stepping import WaitingStep
 from shard_worker.stage.step_graph import joined_rows
 
 if TYPE_CHECKING:

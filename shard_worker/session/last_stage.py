@@ -57,7 +57,7 @@ from shard_worker.session.session import (
     TargetSession,
     failure_below,
 )
-from shard_worker.session.step_batches import SteppingSession, WaitingStep
+from shard_worker.session.stepping import SteppingSession, WaitingStep
 from shard_worker.stage.stage import StageState
 from shard_worker.stage.step_graph import StepPart
 

@@ -60,7 +60,8 @@ from shard_worker.session.following import StepLimits, check_limit, check_more, 
 from shard_worker.session.prelaunch import NextStep, Progress
 from shard_worker.session.resting import RestingSession, RestingSessions
 from shard_worker.session.sent_rows import SentRows
-from shard_worker.session.step_batches import StepBatches, SteppingSession, WaitingStep
+from shard_worker.session.step_batches import StepBatches
+from shard_worker.session.stepping import SteppingSession, WaitingStep
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.stage import Stage, StageState, StepInput

@@ -27,6 +27,7 @@ from shard_worker.session import step_batches
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import TargetSession
 from shard_worker.session.step_batches import StepBatches
+from shard_worker.session.waiting_steps import WaitingSteps
 from shard_worker.stage.stage import StepInput
 from tests.shard_worker.chain import Chain
 from tests.shard_worker.session.session_memory import stages_of
@@ -110,7 +111,7 @@ async def test_steps_begin_before_the_results_of_others_are_there(
 ) -> None:
     """Where a GPU computes them: what it overwrites is not needed, and who needs it is waited for."""
     # More batches than stages.
-    monkeypatch.setattr(StepBatches, "_share", lambda batches, session: 2)
+    monkeypatch.setattr(WaitingSteps, "_share", lambda waiting, session: 2)
     monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
     behind: list[int] = []
     settle = StepBatches._settle_first

@@ -12,7 +12,7 @@ import pytest
 from services.messages.steps import Forward, StepKind
 from shard_worker.device.busy_time import BusyTime
 from shard_worker.sampling.verifier import ComputedStep
-from shard_worker.session import step_batches
+from shard_worker.session import step_batches, waiting_steps
 from shard_worker.session.step_batches import StepBatches
 
 
@@ -145,7 +145,7 @@ def test_long_chunks_take_turns_with_the_steps_of_others() -> None:
 
 def test_a_short_prompt_that_has_begun_is_ended_between_two_long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """But no more than four batches come before a long chunk."""
-    monkeypatch.setattr(step_batches, "NEXT_CHUNK_S", 0.0)
+    monkeypatch.setattr(waiting_steps, "NEXT_CHUNK_S", 0.0)
     scheduled = Scheduled()
     for name in ("first", "second", "third"):
         scheduled.add(name, StepKind.PREFILL, 1024, 0)
@@ -158,7 +158,7 @@ def test_a_short_prompt_that_has_begun_is_ended_between_two_long_chunks(monkeypa
 
 def test_the_next_chunk_of_a_short_prompt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes a moment after the one before it was computed; nothing comes behind the last one of a prompt."""
-    monkeypatch.setattr(step_batches, "NEXT_CHUNK_S", 60.0)
+    monkeypatch.setattr(waiting_steps, "NEXT_CHUNK_S", 60.0)
     scheduled, going_on = Scheduled(), [("goes on", StepKind.PREFILL, 64, 64), ("ends", StepKind.DECODE, 32, 128)]
     for name in ("first", "second"):
         scheduled.add(name, StepKind.PREFILL, 1024, 0)
@@ -181,7 +181,7 @@ def test_the_first_step_of_a_session_is_waited_for(
     rows: int, comes: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes a moment after the session was opened, which was in turn with a long chunk, and ends the waiting."""
-    monkeypatch.setattr(step_batches, "FIRST_STEP_S", 60.0)
+    monkeypatch.setattr(waiting_steps, "FIRST_STEP_S", 60.0)
     scheduled, coming = Scheduled(), [("begins", StepKind.DECODE, rows, 0)]
     for name in ("first", "second"):
         scheduled.add(name, StepKind.PREFILL, 1024, 0)
@@ -195,7 +195,8 @@ def test_sessions_that_take_no_step_keep_no_long_chunk_waiting(monkeypatch: pyte
     """However many are opened: they are waited for once between two long chunks, four milliseconds long."""
     slept_s = list[float]()
     clock = SimpleNamespace(monotonic_ns=lambda: round(sum(slept_s) * 1e9), sleep=slept_s.append)
-    monkeypatch.setattr(step_batches, "time", clock)
+    for module in (step_batches, waiting_steps):
+        monkeypatch.setattr(module, "time", clock)
     scheduled = Scheduled()
     for name in ("first", "second"):
         scheduled.add(name, StepKind.PREFILL, 1024, 0)
@@ -209,14 +210,14 @@ def test_sessions_that_take_no_step_keep_no_long_chunk_waiting(monkeypatch: pyte
 
 def test_a_step_may_come_while_those_that_wait_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop adds it on its own thread."""
-    scheduled, looks, coming = Scheduled(), step_batches._goes_on, [("answer", StepKind.DECODE, 1, 100)]
+    scheduled, looks, coming = Scheduled(), waiting_steps._goes_on, [("answer", StepKind.DECODE, 1, 100)]
 
     def goes_on(waiting: Any) -> bool:
         if coming:
             scheduled.add(*coming.pop())
         return looks(waiting)
 
-    monkeypatch.setattr(step_batches, "_goes_on", goes_on)
+    monkeypatch.setattr(waiting_steps, "_goes_on", goes_on)
     scheduled.add("long", StepKind.PREFILL, 1024, 0)
     for name in ("one", "other"):
         scheduled.add(name, StepKind.PREFILL, 64, 0)
@@ -226,7 +227,7 @@ def test_a_step_may_come_while_those_that_wait_are_looked_at(monkeypatch: pytest
 def test_looking_for_results_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a chain, what is on the device is looked for many times: the short prompt is ended before the long one's next
     chunk all the same."""
-    monkeypatch.setattr(step_batches, "NEXT_CHUNK_S", 60.0)
+    monkeypatch.setattr(waiting_steps, "NEXT_CHUNK_S", 60.0)
     monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
     monkeypatch.setattr(Session, "is_copied_at_once", lambda session, forward: True)
     scheduled, looks, on_host = Scheduled(chain_length=2), iter(range(9)), SimpleNamespace(there=False)

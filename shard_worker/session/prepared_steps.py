@@ -1,0 +1,51 @@
+"""Steps that are ready before they come: those that follow a batch's by themselves, in a chain of several stages.
+
+They are prepared while the device computes the batch, so that it can begin with them as soon as they come from the
+stages beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from services.messages.steps import Forward
+from shard_worker.session.stepping import BatchRow, SteppingSession
+
+
+class PreparedSteps:
+    """The steps that follow each batch; everything here is called on the device thread."""
+
+    def __init__(self) -> None:
+        self._batches: dict[SteppingSession, list[BatchRow]] = {}
+        """Those of each batch in turn, by the first one's session."""
+
+    def __len__(self) -> int:
+        """How many batches they follow."""
+        return len(self._batches)
+
+    def put(self, before: Iterable[BatchRow], rows: list[BatchRow]) -> None:
+        """Keep the rows that follow those of a batch, in place of what was prepared for its sessions before."""
+        for row in before:
+            self._batches.pop(row.session, None)
+        if rows:
+            self._batches[rows[0].session] = rows
+
+    def take(self, steps: Sequence[tuple[SteppingSession, Forward]]) -> list[BatchRow]:
+        """Take out what was prepared for steps that have come, and return it with what came: none where it is not for
+        these, all of them and in their order."""
+        prepared = self._batches.pop(steps[0][0], []) if steps else []
+        if len(prepared) != len(steps):
+            return []
+        rows: list[BatchRow] = []
+        for row, (session, came) in zip(prepared, steps, strict=True):
+            if row.session is not session or not session.is_prepared(row.forward, came):
+                return []
+            forward = row.forward if came.activation is None else came
+            rows.append(BatchRow(row.session, forward, row.given.with_tokens(came.token_ids, came.activation), None))
+        return rows
+
+    def forget(self, session: SteppingSession) -> None:
+        """Drop what was prepared with a session that is closed, and so its memory."""
+        for first, rows in [*self._batches.items()]:
+            if any(row.session is session for row in rows):
+                del self._batches[first]
