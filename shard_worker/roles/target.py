@@ -31,6 +31,7 @@ from services.model.drafts import DraftConfig
 from services.net.server import Registration
 from services.rpc.stage import StageServicer, StageSession
 from services.streams.step_lane import StepLane
+from shard_worker.batches.step_batches import StepBatches
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.drafting.draft_batches import DraftBatches
@@ -46,13 +47,14 @@ from shard_worker.sampling.sampler import Sampler
 from shard_worker.sampling.verifier import Verifier
 from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import check_limits, check_route
+from shard_worker.session.device_events import DeviceEvents
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.resting import RestingSession, RestingSessions, held_length
 from shard_worker.session.sent_rows import SentRows
-from shard_worker.session.session import DeviceEvents, SessionHost, TargetSession
-from shard_worker.session.step_batches import StepBatches
+from shard_worker.session.session import TargetSession
+from shard_worker.session.session_host import SessionHost
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.batch_invariance import allocate, try_out

@@ -16,18 +16,18 @@ from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.batch_frames import BatchAnswer, BatchStep, StepBatch
 from services.messages.steps import Commit, Forward, StepKind
 from services.streams.batch_members import BatchMembers
+from shard_worker.batches.step_batches import StepBatches
+from shard_worker.batches.stepping import WaitingStep
 from shard_worker.device.dtypes import Leaving
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.link import slices_of
 from shard_worker.model.features import joined
 from shard_worker.sampling.verifier import ComputedStep
-from shard_worker.session.step_batches import StepBatches
-from shard_worker.session.stepping import WaitingStep
 from shard_worker.stage.step_graph import joined_rows
 
 if TYPE_CHECKING:
+    from shard_worker.session.device_session import DeviceSession
     from shard_worker.session.relay import RelayDeviceSession
-    from shard_worker.session.session import DeviceSession
 
 
 class BatchEdges:

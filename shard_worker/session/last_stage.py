@@ -30,6 +30,7 @@ from services.messages.steps import (
 )
 from services.streams.direct_queue import DirectQueue
 from services.streams.step_lane import StepLane
+from shard_worker.batches.stepping import SteppingSession, WaitingStep
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.drafting.draft_batches import DraftWork
 from shard_worker.drafting.engine import DraftRequest
@@ -37,6 +38,8 @@ from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
+from shard_worker.session.device_events import DeviceEvent, DraftFailed, SessionBroken, StepDecided, StepDrafted
+from shard_worker.session.device_session import DeviceSession, Lanes
 from shard_worker.session.following import (
     following_step,
     is_followed,
@@ -45,19 +48,9 @@ from shard_worker.session.following import (
 )
 from shard_worker.session.resting import RestingSession
 from shard_worker.session.sent_rows import SentRows
-from shard_worker.session.session import (
-    DeviceEvent,
-    DeviceSession,
-    DraftFailed,
-    Lanes,
-    SessionBroken,
-    SessionHost,
-    StepDecided,
-    StepDrafted,
-    TargetSession,
-    failure_below,
-)
-from shard_worker.session.stepping import SteppingSession, WaitingStep
+from shard_worker.session.session import TargetSession
+from shard_worker.session.session_errors import failure_below
+from shard_worker.session.session_host import SessionHost
 from shard_worker.stage.stage import StageState
 from shard_worker.stage.step_graph import StepPart
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from services.messages.step_template import tokens_from_bytes
 from services.messages.steps import Forward, OpenSession, StepKind
+from shard_worker.batches.step_batches import StepBatches
 from shard_worker.device.executor import DeviceThread
 from shard_worker.session.checks import check_activation, check_rows
-from shard_worker.session.step_batches import StepBatches
 from shard_worker.stage.stage import Stage, StageState
 from shard_worker.stage.step_graph import StepRows
 

@@ -35,20 +35,13 @@ from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
+from shard_worker.session.device_events import DeviceEvent, SessionBroken, StepAnswered, StepNotSent, StepPassedOn
+from shard_worker.session.device_session import DeviceSession, Lanes
 from shard_worker.session.following import is_followed, probable_following_step, step_behind
 from shard_worker.session.sent_rows import SentRows
-from shard_worker.session.session import (
-    DeviceEvent,
-    DeviceSession,
-    Lanes,
-    SessionBroken,
-    SessionHost,
-    StepAnswered,
-    StepNotSent,
-    StepPassedOn,
-    TargetSession,
-    failure_below,
-)
+from shard_worker.session.session import TargetSession
+from shard_worker.session.session_errors import failure_below
+from shard_worker.session.session_host import SessionHost
 from shard_worker.stage.stage import StageState
 
 

@@ -23,11 +23,11 @@ from services.messages.steps import (
     SnapshotRestored,
     StepKind,
 )
-from shard_worker.session import step_batches
+from shard_worker.batches import step_batches
+from shard_worker.batches.step_batches import StepBatches
+from shard_worker.batches.waiting_steps import WaitingSteps
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import TargetSession
-from shard_worker.session.step_batches import StepBatches
-from shard_worker.session.waiting_steps import WaitingSteps
 from shard_worker.stage.stage import StepInput
 from tests.shard_worker.chain import Chain
 from tests.shard_worker.session.session_memory import stages_of

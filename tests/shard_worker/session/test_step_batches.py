@@ -18,12 +18,12 @@ from services.errors import FailedPrecondition, ResourceExhausted
 from services.messages.description import FeatureTransport
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Commit, Forward, Proposal, StepKind
+from shard_worker.batches import step_batches
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.engine import DraftEngine, DraftRequest
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
-from shard_worker.session import step_batches
 from shard_worker.session.last_stage import LastStageDeviceSession
 from shard_worker.stage.stage import StepInput
 from shard_worker.stage.step_graph import StepPart

@@ -13,7 +13,7 @@ import pytest
 from services.errors import InvalidArgument
 from services.messages.description import FeatureTransport
 from services.messages.steps import Commit, Forward, Proposal, StepKind, StepLimit
-from shard_worker.session import step_batches
+from shard_worker.batches import step_batches
 from shard_worker.session.following import MAX_MORE, StepLimits
 from shard_worker.stage.stage import StageState
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain

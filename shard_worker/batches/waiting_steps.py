@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from services.messages.steps import Forward, StepKind
-from shard_worker.session.stepping import SteppingSession, WaitingStep
+from shard_worker.batches.stepping import SteppingSession, WaitingStep
 
 FEW_ROWS = 128
 """Up to so many rows a step costs hardly more than one of a few: the weights are read once in any case, and what is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.messages.steps import Forward
-from shard_worker.session.stepping import BatchRow, SteppingSession
+from shard_worker.batches.stepping import BatchRow, SteppingSession
 
 
 class PreparedSteps:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.messages.steps import Forward, StepKind
+from shard_worker.batches import step_batches, waiting_steps
+from shard_worker.batches.step_batches import StepBatches
 from shard_worker.device.busy_time import BusyTime
 from shard_worker.sampling.verifier import ComputedStep
-from shard_worker.session import step_batches, waiting_steps
-from shard_worker.session.step_batches import StepBatches
 
 
 @dataclass

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, TypeVar
 from services.errors import FlashsplitError
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward, StepKind
+from shard_worker.batches.batches_away import BatchesAway
+from shard_worker.batches.prepared_steps import PreparedSteps
+from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
+from shard_worker.batches.waiting_steps import WaitingSteps, all_beside, is_chunk, rows_of, steps_of
 from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, looks_without_sleep, raising_first
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import draw_together
 from shard_worker.sampling.verifier import ComputedStep
-from shard_worker.session.batches_away import BatchesAway
-from shard_worker.session.prepared_steps import PreparedSteps
-from shard_worker.session.stepping import BatchRow, SteppingSession, WaitingStep
-from shard_worker.session.waiting_steps import WaitingSteps, all_beside, is_chunk, rows_of, steps_of
 from shard_worker.stage.step_graph import StepOutput, StepPart, token_of_row
 
 if TYPE_CHECKING:
