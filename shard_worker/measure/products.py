@@ -24,7 +24,8 @@ from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 if TYPE_CHECKING:
-    from shard_worker.model.kernels.matmul import Config, Normed
+    from shard_worker.model.kernels.matmul import Normed
+    from shard_worker.model.kernels.product_cuts import Config
 
 EPS = 1e-6
 REPEATS = 20
@@ -147,7 +148,7 @@ class Products:
 
     def cuts(self, name: str, rows: int) -> list[tuple[float, Config]]:
         """Measure the products with one kind of matrix for many ways to cut them; return the fastest first."""
-        from shard_worker.model.kernels.matmul import Config
+        from shard_worker.model.kernels.product_cuts import Config
 
         chosen = [pair for pair in self._weights if pair[0].name == name]
         chosen = [pair for pair in chosen if type(pair[1]) is type(chosen[0][1])]

@@ -14,10 +14,11 @@ import triton
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget
-from shard_worker.model.kernels import matmul
+from shard_worker.model.kernels import product_cuts
 from shard_worker.model.kernels.codes import Form
 from shard_worker.model.kernels.experts import Mixed, forms_of, multiply, route
-from shard_worker.model.kernels.matmul import Config, Normed
+from shard_worker.model.kernels.matmul import Normed
+from shard_worker.model.kernels.product_cuts import Config
 from shard_worker.model.layer_weights import ExpertsWeights
 
 _PACKED_ROWS = 64
@@ -69,10 +70,10 @@ def choose(
     and two of sums. size: of an element, in bytes.
     """
     if form is not None:
-        cut = matmul.choose_packed(form, width, depth, first, None, size, target, min(height, _PACKED_ROWS))
+        cut = product_cuts.choose_packed(form, width, depth, first, None, size, target, min(height, _PACKED_ROWS))
         # Of many rows there are programs enough.
         return cut._replace(serial=cut.split > 1)
-    few = matmul.few_registers(target) or size != 2
+    few = product_cuts.few_registers(target) or size != 2
     wide = 32 if few else 64 if first else 128
     height = 32 if few else height
     deep = max(16, min(128 // size, triton.next_power_of_2(depth)))

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
-from shard_worker.model.kernels import matmul
+from shard_worker.model.kernels import matmul, product_cuts
 from shard_worker.model.kernels.codes import (
     Form,
     exchange_columns,
@@ -32,7 +32,6 @@ from shard_worker.model.kernels.codes import (
 from shard_worker.model.kernels.elementwise import gated
 from shard_worker.model.kernels.matmul import (
     SQUARES_WIDTH,
-    Config,
     Normed,
     arrivals,
     group_tensors,
@@ -43,6 +42,7 @@ from shard_worker.model.kernels.matmul import (
     sums_for,
     with_factors,
 )
+from shard_worker.model.kernels.product_cuts import Config
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights
 from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import Weight
@@ -526,7 +526,7 @@ def route(
     part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
     parts = triton.cdiv(hidden, part)
     # RDNA multiplies float32 number by number, each thread with a tile of its own in registers.
-    scored_at_once = 16 if matmul.few_registers(devices.kernel_target(device)) else part
+    scored_at_once = 16 if product_cuts.few_registers(devices.kernel_target(device)) else part
     row_tiles = triton.cdiv(rows, _ROWS)
     factors = empty(rows) if normed.factors is None else normed.factors
     sigmoid = weights.sigmoid
@@ -641,7 +641,7 @@ def multiply(
             source, read, *groups, bias, middle if first else made, middle_sums if first else None, factors,
             routed.order, routed.tiles, partial, arrivals(device), *mixing, rows, weight.rows // experts, width, depth,
             EXPERTS=experts, CHOSEN=chosen, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth,
-            STAGES=cut.stages, WARPS=cut.warps, UNIT=matmul.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
+            STAGES=cut.stages, WARPS=cut.warps, UNIT=product_cuts.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=routed.alone,
             FIRST=first, MIXED=routed.mixed and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
             GELU=together.gelu, PRECISION=product_precision(x),
@@ -720,16 +720,17 @@ def choose_packed(
     height: int,
     target: KernelTarget | None,
 ) -> Config:
-    """Return how a product with packed matrices of a form is cut, as `matmul.choose_packed` does. Not tried on any GPU.
+    """Return how a product with packed matrices of a form is cut, as `product_cuts.choose_packed` does. Not tried on
+    any GPU.
 
     The depth is in as many parts as keep a GPU busy with a single row's experts: in more where a turn has fewer
     columns, as a program then has less on its way from memory. A program of its own takes each part where there are
     few, and one takes all where there are enough programs without.
     """
-    processors = matmul.PROCESSORS if target is None else target.processors
+    processors = product_cuts.PROCESSORS if target is None else target.processors
     matrices = max(1, chosen * form.columns // form.halves // _TURN_BYTES)
-    cut = matmul.choose_packed(form, width, depth, first, None, size, target, min(rows, height), matrices)
-    if first and matmul.few_registers(target):
+    cut = product_cuts.choose_packed(form, width, depth, first, None, size, target, min(rows, height), matrices)
+    if first and product_cuts.few_registers(target):
         return cut._replace(split=1, serial=False)
-    few = matmul.keeps_waiting(rows * matrices * triton.cdiv(width, cut.width), processors)
+    few = product_cuts.keeps_waiting(rows * matrices * triton.cdiv(width, cut.width), processors)
     return cut._replace(serial=cut.split > 1 and not few)

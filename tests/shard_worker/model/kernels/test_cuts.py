@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_worker.device.devices import KernelTarget
-from shard_worker.model.kernels import attention, codes, delta_prefill, experts, matmul
+from shard_worker.model.kernels import attention, codes, delta_prefill, experts, matmul, product_cuts
 from shard_worker.weights.random_packed import random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from tests.shard_worker.model.kernels.compiling import TARGETS
@@ -25,24 +25,24 @@ def test_attention_on_an_h100(dim: int, size: int, queries: int) -> None:
 
 
 PRODUCTS_27B = [
-    (34816, 5120, False, 128, 2, matmul.Config(128, 128, 1, 4, 4)),
-    (14336, 5120, False, 256, 2, matmul.Config(256, 64, 2, 4, 4)),
-    (5120, 6144, False, None, 2, matmul.Config(32, 256, 2, 4, 3)),
-    (17408, 5120, True, None, 2, matmul.Config(32, 128, 1, 4, 4)),
-    (5120, 17408, False, None, 2, matmul.Config(32, 256, 2, 4, 3)),
-    (16480, 5120, False, None, 2, matmul.Config(128, 128, 1, 4, 4)),
-    (248320, 5120, False, None, 2, matmul.Config(128, 128, 1, 4, 4)),
-    (17408, 5120, True, None, 4, matmul.Config(32, 64, 1, 4, 4)),
-    (384, 896, False, None, 4, matmul.Config(32, 128, 1, 4, 3)),
+    (34816, 5120, False, 128, 2, product_cuts.Config(128, 128, 1, 4, 4)),
+    (14336, 5120, False, 256, 2, product_cuts.Config(256, 64, 2, 4, 4)),
+    (5120, 6144, False, None, 2, product_cuts.Config(32, 256, 2, 4, 3)),
+    (17408, 5120, True, None, 2, product_cuts.Config(32, 128, 1, 4, 4)),
+    (5120, 17408, False, None, 2, product_cuts.Config(32, 256, 2, 4, 3)),
+    (16480, 5120, False, None, 2, product_cuts.Config(128, 128, 1, 4, 4)),
+    (248320, 5120, False, None, 2, product_cuts.Config(128, 128, 1, 4, 4)),
+    (17408, 5120, True, None, 4, product_cuts.Config(32, 64, 1, 4, 4)),
+    (384, 896, False, None, 4, product_cuts.Config(32, 128, 1, 4, 3)),
 ]
 
 
 @pytest.mark.parametrize(("width", "depth", "paired", "dim", "size", "expected"), PRODUCTS_27B)
 def test_products_on_an_h100(
-    width: int, depth: int, paired: bool, dim: int | None, size: int, expected: matmul.Config
+    width: int, depth: int, paired: bool, dim: int | None, size: int, expected: product_cuts.Config
 ) -> None:
     """The cuts that were measured, for the matrices of a 27B and one of the demo pair."""
-    assert matmul.choose(width, depth, paired, dim, size, H100) == expected
+    assert product_cuts.choose(width, depth, paired, dim, size, H100) == expected
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -51,7 +51,9 @@ def test_a_sum_has_the_same_parts_for_any_number_of_rows(
     target: KernelTarget, width: int, depth: int, paired: bool, dim: int | None, size: int
 ) -> None:
     """Tiles may have any shape that fits, where instructions for many rows keep the order of those for few."""
-    few, *many = (matmul.choose(width, depth, paired, dim, size, target, rows) for rows in (1, 17, 64, 128, 256, 512))
+    few, *many = (
+        product_cuts.choose(width, depth, paired, dim, size, target, rows) for rows in (1, 17, 64, 128, 256, 512)
+    )
     for config in many:
         assert config.split == few.split
         assert config.height == 16 or not target.one_tile_height
@@ -90,7 +92,8 @@ def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
     assert form.chunk % form.bytes == 0
     assert depth % form.span == 0
     configs = [
-        matmul.choose_packed(form, width, depth, paired, dim, size, target, rows) for rows in (1, 8, 16, 17, 64, 512)
+        product_cuts.choose_packed(form, width, depth, paired, dim, size, target, rows)
+        for rows in (1, 8, 16, 17, 64, 512)
     ]
     for config in configs:
         assert config.split == configs[0].split
@@ -130,7 +133,7 @@ def test_packed_experts_are_cut_alike_for_any_number_of_rows(
             assert cut.width % matmul.SQUARES_WIDTH == 0
             assert depth % cut.depth == 0
         assert not cuts[0].serial
-        assert cuts[0].split == 1 or not matmul.few_registers(target) or not first
+        assert cuts[0].split == 1 or not product_cuts.few_registers(target) or not first
 
 
 def test_prefill_on_an_h100() -> None:

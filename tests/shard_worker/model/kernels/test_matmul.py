@@ -30,7 +30,8 @@ WIDTH, DEPTH, EPS = 80, 2048, 1e-6
 def test_a_product_is_the_same_alone_and_among_others(kind: str, rows: int, dtype: torch.dtype) -> None:
     """With a residual and the norm that follows, with SwiGLU or GeGLU: near the dense one, and to the same bits."""
     from shard_worker.device.devices import kernel_target
-    from shard_worker.model.kernels.matmul import choose, linear
+    from shard_worker.model.kernels.matmul import linear
+    from shard_worker.model.kernels.product_cuts import choose
 
     on, generator = device().torch_device, torch.Generator().manual_seed(rows)
 

@@ -90,6 +90,7 @@ def test_the_order_in_which_lanes_multiply_changes_no_product(
     where warps multiply by themselves and together; several rows, and one whose groups are multiplied apart."""
     from shard_worker.model.kernels import codes, matmul
     from shard_worker.model.kernels.codes import multiplies_apart
+    from shard_worker.model.kernels.product_cuts import Config
 
     form_of = codes.form_of
     # The interpreter does not run PTX.
@@ -101,7 +102,7 @@ def test_the_order_in_which_lanes_multiply_changes_no_product(
         held, expected = tiled(weight, lane_columns=lane_columns), x.double() @ weight.unpacked().double().T
         assert isinstance(held, TiledWeight)
         for width, warps in ((32, 2), (64, 2), (64, 4)):
-            config = matmul.Config(width, held.tiling.columns, 1, warps, 2, 8)
+            config = Config(width, held.tiling.columns, 1, warps, 2, 8)
             for together in (False, True):
                 monkeypatch.setattr(matmul, "multiplies_together", lambda *_, together=together: together)
                 assert near(matmul.linear(x, held, config=config)[0], expected)
@@ -116,7 +117,8 @@ def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
     """To the last bit, for tiles of all heights, as wide as heads too, and where the depth is in parts."""
     from shard_worker.device.devices import kernel_target
     from shard_worker.model.kernels.codes import form_of
-    from shard_worker.model.kernels.matmul import choose_packed, linear
+    from shard_worker.model.kernels.matmul import linear
+    from shard_worker.model.kernels.product_cuts import choose_packed
 
     depth = max(DEPTH, 1024)
     target = kernel_target(device().torch_device)
