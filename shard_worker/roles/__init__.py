@@ -1,4 +1,4 @@
-"""What a worker can be, one module each, named after the role and found by that name.
+"""What a worker can be, a module or a folder each, named after the role and found by that name.
 
 A role module has `make_role(resources) -> WorkerRole`. A new role is one new module here, beside its service in
 `services.rpc` and its name in `services.messages.description.Role`; the worker itself knows no role.

@@ -41,7 +41,7 @@ from shard_worker.device.devices import Device, parse_devices
 from shard_worker.device.executor import DeviceThread
 from shard_worker.roles import RoleResources
 from shard_worker.roles.draft import DraftRole
-from shard_worker.roles.target import TargetRole
+from shard_worker.roles.target.role import TargetRole
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer

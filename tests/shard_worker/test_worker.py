@@ -31,7 +31,7 @@ from services.rpc.snapshots import RemoteSnapshots
 from shard_worker.device.devices import parse_devices
 from shard_worker.lease import Lease
 from shard_worker.roles.draft import DraftRole
-from shard_worker.roles.target import TargetRole
+from shard_worker.roles.target.role import TargetRole
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.worker import ORPHAN_LOOK_S, Worker, WorkerConfig
 from tests.services.conftest import Dial, Serve, dial, serve  # noqa: F401  (fixtures)

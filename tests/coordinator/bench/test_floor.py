@@ -14,7 +14,7 @@ from services.messages.measure import DeviceSpeed, HostSpeed
 from services.model.checkpoint_files import read_config
 from services.model.families import read_model_config
 from shard_worker.device.executor import DeviceThread
-from shard_worker.roles.target import TargetRole
+from shard_worker.roles.target.role import TargetRole
 from tests.reference import checkpoints
 from tests.shard_worker.chain import resources
 from tests.shard_worker.tiny import AS_GPU, ignore_progress

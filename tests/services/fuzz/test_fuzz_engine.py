@@ -103,7 +103,7 @@ async def engine(checkpoints: tuple[str, str], tmp_path: Path) -> AsyncIterator[
     from shard_worker.device.executor import DeviceThread
     from shard_worker.roles import RoleResources
     from shard_worker.roles.draft import DraftRole
-    from shard_worker.roles.target import TargetRole
+    from shard_worker.roles.target.role import TargetRole
     from shard_worker.snapshots.store import SnapshotStore
     from shard_worker.snapshots.transfer import SnapshotTransfer
 

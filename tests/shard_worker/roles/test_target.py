@@ -23,7 +23,7 @@ from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
 from shard_worker.model.layer_weights import DecoderWeights
-from shard_worker.roles.target import TargetRole
+from shard_worker.roles.target.role import TargetRole
 from shard_worker.stage import batch_invariance
 from shard_worker.stage.batch_invariance import check_batch_invariance
 from shard_worker.stage.loader import StageLoader

@@ -10,7 +10,7 @@ import torch
 
 from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
-from shard_worker.roles.target import TargetRole
+from shard_worker.roles.target.role import TargetRole
 from shard_worker.stage.stage import Stage, StageState, StepInput
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 
