@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,21 +14,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, ResourceExhausted
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
-from services.messages.steps import Commit, DraftRoute, Failure, FailureReason, Hop, Proposal, StepKind
+from services.messages.steps import Commit, DraftRoute, Failure, FailureReason, Hop, OpenSession, Proposal, StepKind
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
 from shard_worker.model.layer_weights import DecoderWeights
+from shard_worker.roles.target import role as target_role
 from shard_worker.roles.target.role import TargetRole
 from shard_worker.stage import batch_invariance
 from shard_worker.stage.batch_invariance import check_batch_invariance
 from shard_worker.stage.loader import StageLoader
-from shard_worker.stage.stage import Stage
+from shard_worker.stage.stage import Stage, StageState
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
@@ -277,6 +279,50 @@ async def test_a_refusal_further_down_says_where(chain: Chain) -> None:
 
     assert (caught.value.where["stage"], caught.value.where["host"]) == ("1", "host-1")
     assert chain.roles[0].open_sessions == 0
+
+
+@pytest.mark.parametrize(("stage", "late"), [(0, False), (0, True), (1, False)])
+async def test_what_is_opened_meanwhile_is_closed_where_there_is_no_memory(
+    chain: Chain, stage: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage takes a session's memory while the next stage, or the draft beside the last one, opens it: the error says
+    which stage has none, and the session stays open nowhere, whether the next stage had opened it by then or not."""
+    first, last = chain.roles
+    stages = [role.loaded.stage for role in chain.roles if role.loaded is not None]
+    there, closed, allocate = threading.Event(), list[str](), target_role.allocate
+
+    def allocate_or_fail(request: OpenSession, of: Stage, checked: set[int]) -> StageState:
+        if of is not stages[stage]:
+            return allocate(request, of, checked)
+        assert not late or there.wait(10)
+        raise ResourceExhausted("no memory is left")
+
+    def watched(opening: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def open_and_watch(*given: Any, **options: Any) -> Any:
+            made = await opening(*given, **options)
+            close = made.close
+
+            async def closing(*why: str) -> None:
+                closed.append("closed")
+                await close(*why)
+
+            monkeypatch.setattr(made, "close", closing)
+            there.set()
+            return made
+
+        return open_and_watch
+
+    monkeypatch.setattr(target_role, "allocate", allocate_or_fail)
+    opener: object = last._drafts if stage else first
+    name = "open" if stage else "_open_next"
+    monkeypatch.setattr(opener, name, watched(getattr(opener, name)))
+    with pytest.raises(ResourceExhausted, match="no memory is left") as caught:
+        await first.open(chain.request())
+
+    assert caught.value.where["stage"] == str(stage)
+    assert closed == ["closed"] * there.is_set()
+    assert there.is_set() or not late
+    assert [role.open_sessions for role in chain.roles] == [0, 0]
 
 
 async def test_a_session_with_a_draft_begins_without_one(chain: Chain, tiny: Tiny) -> None:
