@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +15,7 @@ from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate
-from tests.e2e.server import PAIR, Server
+from tests.e2e.server import PAIR, Server, serving
 from tests.shard_worker.schemas import fits
 
 ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
@@ -72,14 +74,27 @@ async def test_one_seed_through_every_door(client: openai.OpenAI, server: Server
     assert reply.choices[0].message.content == said["text"]
 
 
+@pytest.fixture
+def first_client(tmp_path: Path) -> Iterator[openai.OpenAI]:
+    """A client of a server that has answered nothing yet, and so drafts, whatever it will find its drafts to be
+    worth."""
+    arguments = ("--target-devices", "cpu,cpu", "--served-model-name", "demo")
+    with (
+        serving(tmp_path, *PAIR, *arguments) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as made,
+    ):
+        yield made
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     "bound",
     [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}],
     ids=["object", "schema"],
 )
-def test_bound_answers_over_speculation(client: openai.OpenAI, bound: Any, sampling: Any) -> None:
+def test_bound_answers_over_speculation(first_client: openai.OpenAI, bound: Any, sampling: Any) -> None:
     """JSON with the draft is the JSON without it, token by token, and streams as itself."""
+    client = first_client
     fields: Any = {
         "messages": [{"role": "user", "content": "Describe a cat in JSON, please."}],
         "response_format": bound,
