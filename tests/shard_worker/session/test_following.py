@@ -124,18 +124,19 @@ async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(make_chain: M
     """Steps are begun where the one before ended, on the device's thread; nothing is kept or sent in their midst."""
     chain = make_chain("qwen3")
     async with chain.session() as client:
-        expected = await client.plain(PROMPT, 12)
+        expected = await client.plain(PROMPT, 48)
     async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         [session] = stages_of(client)
-        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=11))
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=47))
         deadline = time.monotonic() + 20
         while session.state.length < len(PROMPT) + 11:
             assert time.monotonic() < deadline
             time.sleep(0.001)
+        # Most are yet to come.
         with pytest.raises(FailedPrecondition, match="steps still follow"):
             await session.save_snapshot(SnapshotSave("a", len(PROMPT)))
-        commits = [await client.commit() for _ in range(12)]
+        commits = [await client.commit() for _ in range(48)]
         assert tokens_of(commits) == expected
 
 
