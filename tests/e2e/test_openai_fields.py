@@ -94,7 +94,6 @@ def first_client(tmp_path: Path) -> Iterator[openai.OpenAI]:
 )
 def test_bound_answers_over_speculation(first_client: openai.OpenAI, bound: Any, sampling: Any) -> None:
     """JSON with the draft is the JSON without it, token by token, and streams as itself."""
-    client = first_client
     fields: Any = {
         "messages": [{"role": "user", "content": "Describe a cat in JSON, please."}],
         "response_format": bound,
@@ -102,9 +101,9 @@ def test_bound_answers_over_speculation(first_client: openai.OpenAI, bound: Any,
         "logprobs": True,
         **sampling,
     }
-    fast = ask(client, **fields)
-    plain = ask(client, **fields, extra_body={"speculate": False})
-    chunks = [chunk for chunk in ask(client, **fields, stream=True) if chunk.choices]
+    fast = ask(first_client, **fields)
+    plain = ask(first_client, **fields, extra_body={"speculate": False})
+    chunks = [chunk for chunk in ask(first_client, **fields, stream=True) if chunk.choices]
 
     assert tokens_of(fast) == tokens_of(plain)
     assert fast.choices[0].message.content == plain.choices[0].message.content
