@@ -38,6 +38,7 @@ from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
 from services.rpc.worker import RemoteWorker
+from services.same_host.loop_watcher import LoopWatcher
 from services.telemetry.trace_context import Trace
 
 T = TypeVar("T")
@@ -125,7 +126,12 @@ class Cluster:
         self._plan, self.launch, self._wait_s = plan, launch, wait_s
         self.lost_after_s = lost_after_s
         self._choose_split, self.exact = choose_split, exact
-        self._peers = Peers(lost_after_s=lost_after_s, security=launch.security, transport=launch.transport)
+        self._peers = Peers(
+            lost_after_s=lost_after_s,
+            security=launch.security,
+            transport=launch.transport,
+            watcher=LoopWatcher(),
+        )
         rows = EXACT_ROWS if exact else None
         self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter(), rows)
         self._losses = Losses(self._peers, len(plan.stages))
@@ -234,7 +240,7 @@ class Cluster:
         """Open a session. Raises Unavailable as soon as a stage is lost."""
 
         async def ask() -> StageSession:
-            return await (await self._peers.stage(self.addresses[0])).open(request)
+            return await (await self._peers.stage(self.addresses[0])).open(request, answers=True)
 
         opening, lost = asyncio.ensure_future(ask()), asyncio.ensure_future(self._losses.in_trouble())
         is_taken = False

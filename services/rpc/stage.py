@@ -12,7 +12,7 @@ import functools
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -28,6 +28,7 @@ from services.errors import CANCELLED, CLOSED, LEFT, FlashsplitError, InvalidArg
 from services.event_loop import first_done
 from services.messages.batch_frames import (
     BATCH_FRAMES,
+    BatchAnswer,
     StepBatch,
     answers_from_message,
     answers_to_message,
@@ -67,6 +68,7 @@ from services.streams.client_stream import ClientStream, Guard, unguarded
 from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
 from services.streams.step_lane import StepLane
+from services.streams.step_order import StepOrder
 from services.telemetry.trace_context import log_for
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
@@ -209,6 +211,8 @@ class StageServicer(pb_grpc.StageServiceServicer):
             together = self._batches.get(message.batches.batches_id) if message.HasField("batches") else None
             return None if together is None else TogetherOnly(message.batches.stream_id, together)
         batches: BatchLane[Any] | None = BatchLane.of(*found, above=False) if message.lane.batches else None
+        if batches is not None and not message.lane.steps:
+            return TogetherOnly(message.lane.stream_id, batches)
         return StepLane(*found, message.lane.stream_id, batches)
 
     async def RunBatches(self, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -373,6 +377,24 @@ class RemoteBatches:
             batches.take_answers(answers_from_message(message.batch_answers).answers)
 
 
+class _Answers:
+    """Puts answers to steps of several sessions into the streams of these, as a `BatchListener`."""
+
+    def take_steps(self, steps: Sequence[tuple[ClientStream, Forward]]) -> None:
+        raise AssertionError("steps go down the chain, and here is its end above")
+
+    def take_answers(self, answers: Sequence[tuple[ClientStream, BatchAnswer]]) -> None:
+        for stream, answer in answers:
+            stream.hand_over(answer)
+
+    def fail(self, members: Sequence[ClientStream], error: FlashsplitError) -> None:
+        for stream in members:
+            stream.fail(error)
+
+
+_ANSWERS = _Answers()
+
+
 class RemoteStage:
     """A `StagePort` at the other end of a channel."""
 
@@ -390,17 +412,20 @@ class RemoteStage:
         self._address, self._link, self._guard, self._batches = address, link, guard, batches
 
     async def open(
-        self, request: OpenSession, above: StepLane | None = None, *, steps: bool = False
+        self, request: OpenSession, above: StepLane | None = None, *, steps: bool = False, answers: bool = False
     ) -> RemoteStageSession:
         """Begin a session, as the port says; `above` has no use here.
 
-        steps: whether to have a lane for steps that follow by themselves.
+        steps: whether to have a lane for steps that follow by themselves. answers: whether the session's events may
+        come with those of other sessions instead; this event loop watches the link's socket for steps then.
         """
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
         self._guard(stream)
         opening = pb.RunStageRequest(open=open_to_message(request))
         lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
-        step_lane = self._step_lane(opening.open.lane) if lane is not None and steps else None
+        step_lane: StepLane | None = None
+        if lane is not None and (steps or answers):
+            step_lane = self._step_lane(opening.open.lane, steps=steps)
         try:
             if step_lane is None and steps and self._batches is not None:
                 step_lane = await self._batches.lane(opening.open)
@@ -418,7 +443,10 @@ class RemoteStage:
             # A first stage knows by itself how its session ends.
             resting_id = request.rest.session_id if request.rest is not None and request.stage else None
             forget = None if resting_id is None else functools.partial(self.forget, resting_id)
-            return RemoteStageSession(stream, opened_from_message(response.opened), sender, step_lane, forget)
+            session = RemoteStageSession(stream, opened_from_message(response.opened), sender, step_lane, forget)
+            if answers:
+                session.take_answers()
+            return session
         except BaseException:
             stream.cancel()
             raise
@@ -431,12 +459,14 @@ class RemoteStage:
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             await self._stub.ForgetSession(pb.ForgetSessionRequest(session_id=session_id), timeout=FORGET_S)
 
-    def _step_lane(self, message: shared_memory_pb2.FrameLane) -> StepLane | None:
+    def _step_lane(self, message: shared_memory_pb2.FrameLane, *, steps: bool) -> StepLane | None:
         link = self._link
         if link is None or link.step_socket is None:
             return None
-        message.steps = message.batches = True
+        message.steps, message.batches = steps, True
         batches: BatchLane[Any] = BatchLane.of(link, link.step_socket, above=True)
+        if not steps:
+            return TogetherOnly(message.stream_id, batches)
         return StepLane(link, link.step_socket, message.stream_id, batches)
 
 
@@ -454,6 +484,10 @@ class RemoteStageSession:
         """forget: has the stage forget the session whose stream ends; None where its state does not rest."""
         self._stream, self._sender, self.step_lane = stream, sender, step_lane
         self._forget = forget
+        self._answers: StepLane | None = None
+        """By which answers come that are not in the stream."""
+        self._order: StepOrder | None = None
+        """Of the answers that come on both ways."""
         self.stages = stages
         self.max_tensor_bytes = 0
         self.max_feature_slices = 0
@@ -477,11 +511,23 @@ class RemoteStageSession:
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield what comes back, as the port says. Raises the FlashsplitError that ended the stream, if one did."""
-        reader = FrameReader(EVENT_FRAMES)
+        reader, order = FrameReader(EVENT_FRAMES), self._order
         while (message := await self._stream.read()) is not grpc.aio.EOF:
             # No event has tensors, so that each message is one.
-            if (event := reader.read(message)) is not None:
+            if order is None:
+                if (event := reader.read(message)) is not None:
+                    yield event
+                continue
+            came = message if isinstance(message, BatchAnswer) else reader.read(message)
+            for event in () if came is None else order.add(came):
                 yield event
+
+    def take_answers(self) -> None:
+        """Take answers to the session's steps that come with those of other sessions."""
+        lane = self.step_lane
+        if lane is not None and lane.batches is not None:
+            lane.batches.join(lane.stream_id, self._stream, _ANSWERS)
+            self._answers, self._order = lane, StepOrder()
 
     def answer_at_once(self, _: Callable[[Event], bool]) -> None:
         """Do nothing: who reads the stream is woken in any case."""
@@ -499,3 +545,5 @@ class RemoteStageSession:
             await self._stream.close()
         if self._sender is not None:
             self._sender.close()
+        if self._answers is not None:
+            self._answers.close()

@@ -40,7 +40,7 @@ class FrameLane:
 
     def __init__(self, frame_socket: FrameSocket, stream_id: int) -> None:
         self._socket, self._stream_id = frame_socket, stream_id
-        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._frames: asyncio.Queue[object] = asyncio.Queue()
         self._unread_bytes = self._unconfirmed_bytes = self._written_bytes = 0
         self._writable = asyncio.Event()
         self._writable.set()
@@ -48,14 +48,16 @@ class FrameLane:
         self.broken = False
         """Whether the socket is gone, so that only the stream's call can tell what became of it."""
 
-    async def read(self) -> bytes | None:
-        """Return the next frame, None behind the last one: the other side has ended the stream, or is gone."""
+    async def read(self) -> object:
+        """Return the next frame's bytes, or what was put between them; None behind the last one: the other side has
+        ended the stream, or is gone."""
         if self._over:
             return None
         frame = await self._frames.get()
         if frame is None:
             self._over = True
-            return None
+        if not isinstance(frame, bytes):
+            return frame
         self._unread_bytes -= len(frame)
         self._unconfirmed_bytes += len(frame)
         # Not each time: the other side has half a window left by then.
@@ -63,6 +65,10 @@ class FrameLane:
             self._socket.send(self._stream_id, -self._unconfirmed_bytes)
             self._unconfirmed_bytes = 0
         return frame
+
+    def put(self, item: object) -> None:
+        """Have `read` return something that came another way, behind the frames that came before."""
+        self._frames.put_nowait(item)
 
     @property
     def has_room(self) -> bool:

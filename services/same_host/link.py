@@ -267,8 +267,9 @@ class SharedLinks:
         return self._links[link_id]
 
     def step_socket(self, message: pb.FrameLane) -> tuple[SharedLink, StepSocket] | None:
-        """Return where a caller sends steps that follow by themselves, None where that cannot be had."""
-        link = self._links.get(message.link_id) if message.steps else None
+        """Return where a caller sends steps that follow by themselves, or takes answers of several sessions at once;
+        None where that cannot be had."""
+        link = self._links.get(message.link_id) if message.steps or message.batches else None
         return None if link is None or link.step_socket is None else (link, link.step_socket)
 
     def lane(self, message: pb.FrameLane) -> FrameLane | None:

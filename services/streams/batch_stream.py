@@ -56,9 +56,9 @@ class BatchStream(BatchMembers[MemberT]):
 
 
 class TogetherOnly(StepLane):
-    """The lane of a session whose steps go past its stream only together with those of others."""
+    """The lane of a session whose steps, or their answers, go past its stream only together with those of others."""
 
-    def __init__(self, stream_id: int, batches: BatchStream[Any]) -> None:
+    def __init__(self, stream_id: int, batches: BatchMembers[Any]) -> None:
         self.stream_id, self.batches = stream_id, batches
 
     def expect(self, *_: object, **__: object) -> None:

@@ -104,8 +104,10 @@ class ClientStream:
                     # gRPC does the same with a call whose reader is cancelled: nobody would read what comes.
                     self.cancel()
                     raise
-                if frame is not None:
+                if isinstance(frame, bytes):
                     return self._parse(frame)
+                if frame is not None:
+                    return frame
                 if self._lane.broken and not self._closed:
                     await self._end_of_broken()
             try:
@@ -124,6 +126,11 @@ class ClientStream:
         if status.code() == grpc.StatusCode.OK:
             return grpc.aio.EOF
         raise from_rpc_error(status, **self.where)
+
+    def hand_over(self, message: object) -> None:
+        """Have `read` return a message that came another way, behind those that came before; with a lane only."""
+        assert self._lane is not None
+        self._lane.put(message)
 
     async def ended(self) -> FlashsplitError:
         """Return the reason why a stream that took no more messages is over; messages not yet read are passed over."""

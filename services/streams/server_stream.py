@@ -29,7 +29,7 @@ class ServerStream:
 
         Raises InvalidArgument for bytes that are none, Unavailable where the lane's socket broke and the call goes on.
         """
-        if self._lane is not None and (frame := await self._lane.read()) is not None:
+        if self._lane is not None and isinstance(frame := await self._lane.read(), bytes):
             try:
                 return self._parse(frame)
             except Exception as error:

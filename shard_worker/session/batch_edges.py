@@ -23,6 +23,7 @@ from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.link import slices_of
 from shard_worker.model.features import joined
 from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.session.device_events import AnswerNotSent
 from shard_worker.stage.step_graph import joined_rows
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class BatchEdges:
         self._thread, self._batches = thread, batches
         self._steps: dict[BatchMembers[Any], list[tuple[RelayDeviceSession, ComputedStep, int]]] = {}
         self._answers: dict[BatchMembers[Any], list[tuple[DeviceSession, BatchAnswer]]] = {}
+        self._told: dict[BatchMembers[Any], list[tuple[DeviceSession, BatchAnswer]]] = {}
+        """On the first stage, those for callers, whom no stage waits for."""
 
     # --- what leaves the stage
 
@@ -48,8 +51,14 @@ class BatchEdges:
         self._steps.setdefault(session.batches_below, []).append((session, step, arrived_ns))
 
     def add_answer(self, session: DeviceSession, answer: BatchAnswer) -> None:
-        """Send a step's answer to the stage before, with all that are added before `flush`."""
-        self._answers.setdefault(session.batches_above, []).append((session, answer))
+        """Send a step's answer to the stage before, with all that are added before `flush`; to a caller behind what the
+        device or another stage waits for."""
+        if not session.is_first:
+            self._answers.setdefault(session.batches_above, []).append((session, answer))
+            return
+        if not self._told:
+            self._thread.soon(self._tell_callers)
+        self._told.setdefault(session.batches_above, []).append((session, answer))
 
     def flush(self) -> None:
         """Send what was added. An error ends the sessions whose steps or answers it kept from going on."""
@@ -67,6 +76,14 @@ class BatchEdges:
                     session.break_by(
                         FailedPrecondition("the socket for steps to the stage above is broken", reason="LANE_BROKEN")
                     )
+
+    def _tell_callers(self) -> None:
+        while self._told:
+            lane, answers = self._told.popitem()
+            if not lane.send_answers([answer for _, answer in answers]):
+                # It may be slow to read; the sessions' own streams wait for it.
+                for session, answer in answers:
+                    session.tell(AnswerNotSent(answer))
 
     def _send_steps(
         self, lane: BatchMembers[Any], steps: Sequence[tuple[RelayDeviceSession, ComputedStep, int]]

@@ -209,7 +209,7 @@ class PassedStep:
     """A step that was passed on to the next stage and has not been answered.
 
     base: the position of its first row. arrived_ns: when it came, by `time.monotonic_ns`. forward_ns: how long this
-    stage computed. size_bytes: what was passed on.
+    stage computed. queued_ns: how long it waited here beside that. size_bytes: what was passed on.
     """
 
     step: int
@@ -218,6 +218,7 @@ class PassedStep:
     kind: StepKind
     arrived_ns: int
     forward_ns: int
+    queued_ns: int
     size_bytes: int
     propose_tokens: int
     more: int
@@ -226,7 +227,7 @@ class PassedStep:
 
     @classmethod
     def of(cls, passed: Forward, arrived_ns: int, forward_ns: int, *, together: bool = False) -> PassedStep:
-        """Return what is kept of a step. passed: the step as the next stage gets it."""
+        """Return what is kept of a step that goes on now. passed: the step as the next stage gets it."""
         rows = len(passed.token_ids)
         return cls(
             passed.step,
@@ -235,6 +236,7 @@ class PassedStep:
             passed.kind,
             arrived_ns,
             forward_ns,
+            max(0, time.monotonic_ns() - arrived_ns - forward_ns),
             passed.size_bytes,
             passed.propose_tokens,
             passed.more,

@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 class Lanes:
     """The ways to the neighbouring stages past the event loop, where there are such.
 
-    above: to the stage before this one, or None. below: to the stage behind this one, or None.
+    above: to the stage before this one, or None. below: to the stage behind this one, or None. caller: on the first
+    stage, to the coordinator, which takes answers of several sessions at once; or None.
     """
 
-    above: StepLane | None
+    above: StepLane | None = None
     below: StepLane | None = None
+    caller: StepLane | None = None
 
 
 def incoming_captures(request: OpenSession, stage: Stage) -> list[int | None]:
@@ -135,7 +137,7 @@ class DeviceSession(ABC):
     def close(self) -> None:
         """Forget the caches; to be called on the event loop. Safe to call twice."""
         self._progress.state = None
-        lanes = [lane for lane in (self._lanes.above, self._lanes.below) if lane is not None]
+        lanes = [lane for lane in (self._lanes.above, self._lanes.below, self._lanes.caller) if lane is not None]
         # The thread may be over.
         with contextlib.suppress(RuntimeError):
             if self.chain_length > 1:
@@ -170,15 +172,23 @@ class DeviceSession(ABC):
 
     @property
     def batches_above(self) -> BatchMembers[Any]:
-        """The way on which steps came together with those of others."""
-        assert self._lanes.above is not None
-        assert self._lanes.above.batches is not None
-        return self._lanes.above.batches
+        """The way on which steps came together with those of others, or are answered with them."""
+        lane = self._lanes.above or self._lanes.caller
+        assert lane is not None
+        assert lane.batches is not None
+        return lane.batches
 
     def _answer_together(self, commit: Commit, proposal: Proposal | None) -> None:
-        """Answer a step together with those that it came with."""
-        assert self._lanes.above is not None
-        self._edges.add_answer(self, BatchAnswer(self._lanes.above.stream_id, commit, proposal))
+        """Answer a step together with those that it came with, or on the first stage was computed with."""
+        lane = self._lanes.above or self._lanes.caller
+        assert lane is not None
+        self._edges.add_answer(self, BatchAnswer(lane.stream_id, commit, proposal))
+
+    @property
+    def _tells_caller(self) -> bool:
+        """Whether the coordinator takes answers from the device thread. Those behind which no step follows by itself
+        are the event loop's in any case, which counts how many are unread."""
+        return self._lanes.caller is not None and self._lanes.caller.batches is not None
 
     @property
     def chain_length(self) -> int:
@@ -361,15 +371,16 @@ class DeviceSession(ABC):
         check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
         check_tensors(forward, self._stage, self.captures)
 
-    def tell(self, event: DeviceEvent) -> None:
-        """Tell the session on the event loop of an event, with the next `announce`, or when the thread waits."""
+    def tell(self, event: DeviceEvent, *, pressing: bool = True) -> None:
+        """Tell the session on the event loop of an event, with the next `announce`, or when the thread waits; of one
+        that is not pressing later."""
         # Behind those that are told soon.
         self._thread.do_put_off()
-        self._events.put(self._handle, event)
+        self._events.put(self._handle, event, pressing=pressing)
 
-    def tell_soon(self, event: DeviceEvent) -> None:
+    def tell_soon(self, event: DeviceEvent, *, pressing: bool = True) -> None:
         """Tell of an event as `tell` does, but behind what the device or another stage waits for."""
-        self._thread.soon(self._events.put, self._handle, event)
+        self._thread.soon(functools.partial(self._events.put, self._handle, event, pressing=pressing))
 
     def announce(self) -> None:
         """Have the stages beside this one and the event loop hear what is for them, of all sessions here."""

@@ -29,7 +29,6 @@ from services.messages.steps import (
     StepKind,
 )
 from services.streams.direct_queue import DirectQueue
-from services.streams.step_lane import StepLane
 from shard_worker.batches.stepping import SteppingSession, WaitingStep
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.drafting.draft_batches import DraftWork
@@ -38,7 +37,14 @@ from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
-from shard_worker.session.device_events import DeviceEvent, DraftFailed, SessionBroken, StepDecided, StepDrafted
+from shard_worker.session.device_events import (
+    AnswerNotSent,
+    DeviceEvent,
+    DraftFailed,
+    SessionBroken,
+    StepDecided,
+    StepDrafted,
+)
 from shard_worker.session.device_session import DeviceSession, Lanes
 from shard_worker.session.following import (
     following_step,
@@ -100,7 +106,7 @@ class LastStageSession(TargetSession):
         host: SessionHost,
         request: OpenSession,
         state: StageState,
-        above: StepLane | None,
+        lanes: Lanes,
         verifier: Verifier,
         draft: DraftLink | None,
         sent: SentRows | None = None,
@@ -122,7 +128,7 @@ class LastStageSession(TargetSession):
             host,
             request,
             state,
-            Lanes(above),
+            lanes,
             self._handle,
             verifier,
             local,
@@ -186,12 +192,13 @@ class LastStageSession(TargetSession):
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
-            case StepDecided(step, arrived_ns, outcome, drafting, answered):
+            case StepDecided(step, arrived_ns, queued_ns, outcome, drafting, answered):
                 self._count_step()
-                self._record.queued_ns += max(0, time.monotonic_ns() - arrived_ns - outcome.forward_ns)
+                self._record.queued_ns += queued_ns
                 rows = self._count_rows(step, outcome)
                 self._undrafted += drafting
                 if answered:
+                    self._more = step.more if self._only_stage else 0
                     return
                 if self._drafts_elsewhere:
                     self._begin(self._answer, step, arrived_ns, outcome, rows)
@@ -204,6 +211,10 @@ class LastStageSession(TargetSession):
                     self._answers.put(Proposal(request.step, draft_tokens, elapsed_ns, followed))
                 self._undrafted -= 1
                 self._all_drafted.set()
+            case AnswerNotSent(answer):
+                self._answers.put(answer.commit)
+                if answer.proposal is not None:
+                    self._answers.put(answer.proposal)
             case DraftFailed(error):
                 self._lose_draft(error)
             case SessionBroken(error):
@@ -278,9 +289,10 @@ class LastStageSession(TargetSession):
     # --- snapshots
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
-        while self._undrafted and not self._closed and self._error is None:
-            self._all_drafted.clear()
-            await self._all_drafted.wait()
+        with self.host.events.awaiting():
+            while self._undrafted and not self._closed and self._error is None:
+                self._all_drafted.clear()
+                await self._all_drafted.wait()
         await super().save_snapshot(save)
 
     def _check_save(self, save: SnapshotSave) -> None:
@@ -437,15 +449,19 @@ class LastStageDeviceSession(DeviceSession):
         if draft is not None and request is None and draft.keep(features, forward.base_position):
             draft = None
         # The event loop has a draft elsewhere, and so the answer.
-        answered = together and not self._drafts_elsewhere
-        commit = _answer_to(outcome, forward, forward.base_position + rows, arrived_ns) if answered else None
+        answered = not self._drafts_elsewhere and (
+            together or self._tells_of(step, forward.base_position + rows, outcome, drafts=request is not None)
+        )
+        commit = self._answer(outcome, forward, forward.base_position + rows, arrived_ns) if answered else None
         if commit is not None and request is None:
             self._answer_together(commit, None)
-        decided = StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None, answered)
+        queued_ns = max(0, time.monotonic_ns() - arrived_ns - outcome.forward_ns)
+        drafting = draft is not None or request is not None
+        decided = StepDecided(forward, arrived_ns, queued_ns, outcome, drafting, answered)
         if commit is not None and draft is None and request is None:
-            self.tell_soon(decided)
+            self.tell_soon(decided, pressing=False)
         else:
-            self.tell(decided)
+            self.tell(decided, pressing=not answered)
         if step.alone:
             self.announce()
             self._events.announce()
@@ -459,6 +475,21 @@ class LastStageDeviceSession(DeviceSession):
         elif not self._drafts_elsewhere:
             self.commit(forward.step, forward.base_position + rows)
 
+    def _tells_of(self, step: ComputedStep, length: int, outcome: StepOutcome, *, drafts: bool) -> bool:
+        """Return whether the coordinator hears of a step of an only stage from here. length: the session's behind it;
+        drafts: draft tokens for the next step are asked for."""
+        if not self._alone or step.alone or not self._tells_caller:
+            return False
+        followed = is_followed(step.forward.more, length, outcome.token_ids, self._request)
+        return followed and (drafts or self.is_followed(step.forward.step))
+
+    def _answer(self, outcome: StepOutcome, forward: Forward, length: int, arrived_ns: int) -> Commit:
+        """Return what the device thread answers a step with. length: the session's behind it."""
+        if not self._alone:
+            return _answer_to(outcome, forward, length, arrived_ns)
+        followed = not forward.propose_tokens and self.is_followed(forward.step)
+        return _answer_to(outcome, forward, length, arrived_ns, more=forward.more, followed=followed)
+
     def _drafted(
         self,
         forward: Forward,
@@ -470,14 +501,16 @@ class LastStageDeviceSession(DeviceSession):
     ) -> None:
         """Go on behind a step whose features the draft has taken, if there is one; arguments as of `follow`. commit:
         its answer, where the device thread answers it."""
-        if request is not None and commit is not None:
-            self._answer_together(commit, Proposal(request.step, draft_tokens, elapsed_ns))
-            request = None
-        elif request is not None:
+        if request is not None:
             self.follow(forward, token_ids, draft_tokens)
+        if request is not None and commit is not None:
+            self._answer_together(
+                commit, Proposal(request.step, draft_tokens, elapsed_ns, self.is_followed(request.step))
+            )
+            request = None
         if forward.kind is StepKind.VERIFY:
             self.commit(forward.step, forward.base_position + len(token_ids))
-        self.tell(StepDrafted(request, draft_tokens, elapsed_ns))
+        self.tell(StepDrafted(request, draft_tokens, elapsed_ns), pressing=request is not None)
 
     def _draft_failed(self, then: Callable[[tuple[int, ...], int], None], error: Exception) -> None:
         """Go on without the draft; an error that is not its own ends the session."""

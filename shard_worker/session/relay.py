@@ -30,12 +30,18 @@ from services.messages.steps import (
 )
 from services.rpc.stage import StageSession
 from services.streams.batch_members import BatchMembers
-from services.streams.step_lane import StepLane
 from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
-from shard_worker.session.device_events import DeviceEvent, SessionBroken, StepAnswered, StepNotSent, StepPassedOn
+from shard_worker.session.device_events import (
+    AnswerNotSent,
+    DeviceEvent,
+    SessionBroken,
+    StepAnswered,
+    StepNotSent,
+    StepPassedOn,
+)
 from shard_worker.session.device_session import DeviceSession, Lanes
 from shard_worker.session.following import is_followed, probable_following_step, step_behind
 from shard_worker.session.sent_rows import SentRows
@@ -59,7 +65,7 @@ class RelaySession(TargetSession):
         host: SessionHost,
         request: OpenSession,
         state: StageState,
-        above: StepLane | None,
+        lanes: Lanes,
         downstream: StageSession,
         sent: SentRows | None = None,
     ) -> None:
@@ -78,7 +84,6 @@ class RelaySession(TargetSession):
         self._proposal_due = False
         """Whether draft tokens are still to come in `events` for the last step that was answered there."""
         self._all_together_answered = asyncio.Event()
-        lanes = Lanes(above, downstream.step_lane)
         device = RelayDeviceSession(host, request, state, lanes, self._handle, sent)
         super().__init__(host, request, device, downstream.stages, sent)
 
@@ -185,9 +190,10 @@ class RelaySession(TargetSession):
     async def _together_answered(self) -> None:
         """Wait until no step is under way that went on together with others: what goes on the session's own stream
         would come before it."""
-        while any(passed.together for passed in self._unanswered) and not self._closed and self._error is None:
-            self._all_together_answered.clear()
-            await self._all_together_answered.wait()
+        with self.host.events.awaiting():
+            while any(passed.together for passed in self._unanswered) and not self._closed and self._error is None:
+                self._all_together_answered.clear()
+                await self._all_together_answered.wait()
 
     async def _send_when_complete(self, outgoing: OutgoingStep, arrived_ns: int) -> None:
         async with self._in_order:
@@ -202,7 +208,7 @@ class RelaySession(TargetSession):
     def _note(self, passed: PassedStep) -> None:
         """Remember a step that is about to go to the next stage, until it is answered."""
         self._record.forward_ns += passed.forward_ns
-        self._record.queued_ns += max(0, time.monotonic_ns() - passed.arrived_ns - passed.forward_ns)
+        self._record.queued_ns += passed.queued_ns
         self._unanswered.append(passed)
 
     def _handle(self, event: DeviceEvent) -> None:
@@ -217,6 +223,8 @@ class RelaySession(TargetSession):
             case StepAnswered():
                 self._early.append(event)
                 self._answer_early()
+            case AnswerNotSent(answer):
+                self._tell(answer.commit, answer.proposal)
             case StepNotSent(step):
                 self._begin(self.downstream.forward, step)
             case SessionBroken(error):
@@ -254,9 +262,14 @@ class RelaySession(TargetSession):
             if passed.kind is StepKind.VERIFY:
                 self._length = max(self._length, answer.commit.length)
             self._all_together_answered.set()
-            self.on_answer(answer.commit)
-            if answer.proposal is not None:
-                self.on_answer(answer.proposal)
+            if not answer.told:
+                self._tell(answer.commit, answer.proposal)
+
+    def _tell(self, commit: Commit, proposal: Proposal | None) -> None:
+        """Answer a step on the first stage."""
+        self.on_answer(commit)
+        if proposal is not None:
+            self.on_answer(proposal)
 
     # --- snapshots
 
@@ -466,7 +479,7 @@ class RelayDeviceSession(DeviceSession):
         took."""
         self.keep(sent)
         self._passed = PassedStep.of(sent, arrived_ns, forward_ns, together=True)
-        self.tell(StepPassedOn(self._passed, self._counted))
+        self.tell(StepPassedOn(self._passed, self._counted), pressing=self._counted)
 
     def not_sent(self, sent: Forward) -> None:
         """Send a step on the session's own stream that could not go on together with others."""
@@ -497,7 +510,11 @@ class RelayDeviceSession(DeviceSession):
             commit = commit.begun_behind()
         elif followed and proposal is not None:
             proposal = replace(proposal, followed=True)
-        self._events.put(self._handle, StepAnswered(commit, proposal))
+        told = followed and self._tells_caller
+        if told:
+            self._answer_together(commit, proposal)
+        pressing = self.is_first and not told
+        self._events.put(self._handle, StepAnswered(commit, proposal, told), pressing=pressing)
 
     def is_prepared(self, forward: Forward, came: Forward) -> bool:
         ends = self.is_first and came.token_ids and came.token_ids[-1] in self._request.stop_token_ids

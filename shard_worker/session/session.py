@@ -88,6 +88,7 @@ class TargetSession(ABC):
         if self.host.stage.embedding is None:
             raise self._located(InvalidArgument("a later stage takes no step_limit", field="frame"))
         if self._error is None:
+            self.host.events.handle_waiting()
             check_limit(limit, self._next_step)
             self.limits.change(limit)
 
@@ -142,6 +143,7 @@ class TargetSession(ABC):
     async def close(self, why: str = CLOSED) -> None:
         if self._closed:
             return
+        self.host.events.handle_waiting()
         self._closed = True
         rests = self._below_lost or (self._above_lost(why) and not self._forgotten)
         self._leave_memory(rests=rests)

@@ -46,6 +46,7 @@ from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer
 from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
+from tests.shard_worker.caller_way import CallerWay
 from tests.shard_worker.tiny import AS_GPU, Tiny, ignore_progress, load_stage
 
 BLOCK = 8
@@ -297,15 +298,19 @@ class Chain:
         host_experts: float = 0.0,
         carries: Callable[[Forward], bool] | None = None,
         carries_batch: Callable[[StepBatch], bool] | None = None,
+        takes_answers: Callable[[Sequence[BatchAnswer]], bool] | None = None,
     ) -> None:
         """cuts: the first layers of all stages but the first. draft: a draft's checkpoint. transport: how features
         reach it. place: where it is. budget: bytes for snapshots on each worker. host_experts: as of
         `LoadTarget`; with any the stages' device is the CPU, treated as a GPU. carries, carries_batch: as in
-        `Directory`."""
+        `Directory`. takes_answers: says of answers to several sessions whether the coordinator's end takes them at
+        once; None where it takes none so."""
         layers = load_stage(path).config.num_layers
         bounds = [0, *cuts, layers]
         self.ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
         self.directory = Directory(carries, carries_batch)
+        self._takes_answers = takes_answers
+        self.caller_way: CallerWay | None = None
         self.threads: list[DeviceThread] = []
         self.draft_role: DraftRole | None = None
         self.snapshots = [WorkerSnapshots(budget) for _ in self.ranges]
@@ -402,7 +407,13 @@ class Chain:
 
     @contextlib.asynccontextmanager
     async def session(self, **changes: Any) -> AsyncIterator[Client]:
-        session = await self.roles[0].open(self.request(**changes))
+        if self._takes_answers is None:
+            session = await self.roles[0].open(self.request(**changes))
+        else:
+            self.caller_way = self.caller_way or CallerWay(self._takes_answers)
+            lane = self.caller_way.lane()
+            session = await self.roles[0].open(self.request(**changes), lane)
+            session = cast(StageSession, self.caller_way.opened(session, lane))
         try:
             yield Client(session)
         finally:

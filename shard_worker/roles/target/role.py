@@ -33,6 +33,7 @@ from shard_worker.sampling.verifier import Verifier
 from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import check_limits, check_route
 from shard_worker.session.device_events import DeviceEvents
+from shard_worker.session.device_session import Lanes
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
@@ -269,6 +270,8 @@ class TargetRole(WorkerRole[LoadTarget]):
             self._device_events(),
             self.resting,
         )
+        # What is before the first stage is the coordinator.
+        lanes = Lanes(above) if stage.embedding is None else Lanes(caller=above)
         session: TargetSession
         if sampler is None:
             steps = above is not None or stage.embedding is not None
@@ -291,7 +294,7 @@ class TargetRole(WorkerRole[LoadTarget]):
                     raise
                 sent = resting.sent if held else self._sent_rows(request)
                 host = replace(host, identity=replace(host.identity, held_length=held))
-            session = RelaySession(host, request, state, above, downstream, sent)
+            session = RelaySession(host, request, state, replace(lanes, below=downstream.step_lane), downstream, sent)
         else:
             taken = resting if held else None
             sent = self._sent_rows(request) if taken is None else taken.sent
@@ -304,7 +307,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
             if taken is not None:
                 verifier.last = taken.last or verifier.last
-            session = LastStageSession(host, request, state, above, verifier, draft, sent)
+            session = LastStageSession(host, request, state, lanes, verifier, draft, sent)
         if not isinstance(session, RelaySession) or stage.embedding is None:
             return session
         following = FollowingSession(session, request, session.limits)

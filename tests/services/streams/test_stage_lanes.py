@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
-from services.errors import FlashsplitError
+from services.errors import FlashsplitError, InvalidArgument
+from services.messages.batch_frames import BatchAnswer
 from services.messages.steps import Commit, FeatureSlice, Forward, Proposal, StepKind
 from services.rpc.shared_memory import SharedMemoryServicer, open_link
 from services.rpc.stage import RemoteStage, RemoteStageSession, StageServicer
 from services.same_host.link import SharedLink, SharedLinks
+from services.same_host.loop_watcher import LoopWatcher
+from services.streams.batch_lane import STREAM_ID
+from services.streams.batch_stream import TogetherOnly
 from services.streams.step_lane import MIN_SHARED_BYTES, StepLane
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import OPEN, FakeStage, FakeStageSession, commit, prefill, tensor, until
@@ -22,6 +26,9 @@ from tests.services.thread_watcher import ThreadWatcher
 FEATURES = (FeatureSlice(3, tensor(1, MIN_SHARED_BYTES)), FeatureSlice(3, tensor(1, 16), 0))
 DOWN = Forward(1, 3, (4,), StepKind.DECODE, 2, tensor(1, MIN_SHARED_BYTES), FEATURES, more=8)
 UP = Forward(2, 4, (9,), StepKind.DECODE, more=7)
+
+
+ON_LOOP = pytest.mark.parametrize("neighbours", [(LoopWatcher, True)], indirect=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +47,11 @@ class Neighbours:
 
 @pytest.fixture(params=[(True, True)])
 async def neighbours(request: pytest.FixtureRequest, serve: Serve, dial: Dial) -> AsyncIterator[Neighbours]:
-    """request.param: whether the caller and the stage have a thread that watches."""
+    """request.param: whether the caller and the stage have a thread that watches, or the caller its event loop."""
     port, links, watchers = FakeStage(), SharedLinks(), (ThreadWatcher(), ThreadWatcher())
     one, other = (watcher if has else None for watcher, has in zip(watchers, request.param, strict=True))
+    if request.param[0] is LoopWatcher:
+        one = LoopWatcher()
     server = await serve(StageServicer(port, links).register, SharedMemoryServicer(links, other).register)
     channel = await dial(server.address)
     shared = await open_link(channel, server.address, one)
@@ -172,4 +181,48 @@ async def test_what_followed_is_told(neighbours: Neighbours) -> None:
         assert [await anext(received) for _ in events] == events
     [forward] = neighbours.port.session.forwards
     assert forward == DOWN
+    await session.close()
+
+
+@ON_LOOP
+async def test_answers_of_several_sessions_at_once(neighbours: Neighbours) -> None:
+    """A caller that wants answers alone gets them on its own loop, in one order with what its streams bring, until the
+    session is closed; steps go in the streams as ever."""
+    sessions = [await neighbours.stage.open(replace(OPEN, request_id=name), answers=True) for name in "ab"]
+    theirs, events = neighbours.port.sessions, [session.events() for session in sessions]
+    above = [one.above for one in theirs]
+    assert [type(lane) for lane in above] == [TogetherOnly, TogetherOnly]
+    assert above[0].batches is above[1].batches
+    assert not above[0].send(UP)
+    _, stage = neighbours.watchers
+
+    def answer(step: int, index: int) -> BatchAnswer:
+        proposal = Proposal(step, (index, 3), 5, followed=True)
+        return BatchAnswer(above[index].stream_id, replace(commit(prefill(step)), more=9, propose_tokens=2), proposal)
+
+    together = [answer(1, 0), answer(1, 1)]
+    assert stage.call(lambda: above[0].batches.send_answers(together))
+    for index in (0, 1):
+        await sessions[index].forward(prefill(0))
+        async with asyncio.timeout(5):
+            told = [await anext(events[index]) for _ in range(3)]
+        assert told == [commit(prefill(0)), together[index].commit, together[index].proposal]
+    await sessions[0].close()
+    assert stage.call(lambda: above[0].batches.send_answers([answer(2, 0), answer(2, 1)]))
+    async with asyncio.timeout(5):
+        assert await anext(events[1]) == answer(2, 1).commit
+    await sessions[1].close()
+
+
+@ON_LOOP
+async def test_answers_that_make_no_sense(neighbours: Neighbours) -> None:
+    """Bytes that are no answers end the sessions for which they may have been, with an error that says so."""
+    session = await neighbours.stage.open(OPEN, answers=True)
+    _, stage = neighbours.watchers
+    socket = neighbours.stage_link.step_socket
+    assert socket is not None
+    assert stage.call(lambda: socket.send(STREAM_ID, b"\xff\xff"))
+    async with asyncio.timeout(5):
+        with pytest.raises(InvalidArgument, match="could not be parsed"):
+            await anext(session.events())
     await session.close()

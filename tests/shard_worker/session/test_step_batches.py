@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from services.errors import FailedPrecondition, ResourceExhausted
+from services.messages.batch_frames import BatchAnswer
 from services.messages.description import FeatureTransport
 from services.messages.sampling import SamplingParams
-from services.messages.steps import Commit, Forward, Proposal, StepKind
+from services.messages.steps import Commit, Forward, Proposal, SnapshotSave, SnapshotSaved, StepKind, StepLimit
 from shard_worker.batches import step_batches
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.engine import DraftEngine, DraftRequest
@@ -124,6 +126,65 @@ async def test_answers_are_those_of_each_alone(
     carries = (lambda _: True) if lanes else None
     chain = new_chain(name, cuts, dtype="bfloat16", carries=carries)
     await assert_alike_alone_and_together(chain, batch_invariant_rows=16)
+
+
+@pytest.mark.parametrize("takes", ["all", "some", "none"])
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", ()), ("qwen3", (1, 3)), ("qwen3_5", (2,))])
+async def test_answers_of_several_sessions_at_once(
+    new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...], takes: str
+) -> None:
+    """What the device thread tells a coordinator past the sessions' streams is what it tells in them, in one order with
+    that; where the way takes no more the streams have it."""
+    draw = random.Random(name)
+
+    def taken(answers: Sequence[BatchAnswer]) -> bool:
+        return takes == "all" or (takes == "some" and draw.random() < 0.5)
+
+    options = {"carries": lambda _: True, "carries_batch": lambda _: True} if cuts else {}
+    chain = new_chain(name, cuts, dtype="bfloat16", takes_answers=taken, **options)
+    alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in REQUESTS]
+    for _ in range(20):
+        answers = await asyncio.gather(*(answer(chain, request, batch_invariant_rows=16) for request in REQUESTS))
+        assert [produced(commits) for commits in answers] == alone
+        assert chain.caller_way is not None
+        if takes == "none" or max(chain.caller_way.sent, default=0) > 1:
+            break
+    assert (max(chain.caller_way.sent, default=0) > 1) == (takes != "none")
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 3)])
+async def test_what_is_said_meanwhile_of_steps_that_the_event_loop_has_not_heard_of(
+    new_chain: Callable[..., Chain], cuts: tuple[int, ...]
+) -> None:
+    """A limit counts from the steps that were told, more steps go on behind those that ended, and prefixes are kept of
+    the length that the session has, though nobody told the event loop of steps."""
+    options = {"carries": lambda _: True, "carries_batch": lambda _: True} if cuts else {}
+    chain = new_chain("qwen3", cuts, takes_answers=lambda _: True, **options)
+
+    async def run(seed: int) -> list[int]:
+        async with chain.session(draft=None) as client:
+            await client.prefill(ids(9, seed=seed), 8)
+            await client.send(client.frame(StepKind.DECODE, [5], more=64))
+            commits = [await client.commit()]
+            while commits[-1].more:
+                commits.append(await client.commit())
+                if len(commits) <= 96 and len(commits) % 8 == 0:
+                    last = commits[-1].step + 40
+                    await client.session.limit_steps(StepLimit(last, 0))
+            assert (len(commits), commits[-1].step) == (136, last)
+            client.steps = last + 1
+            commits += await follow(client, commits[-1].token_ids[-1], 20)
+            await client.session.save_snapshot(SnapshotSave(f"{seed:032x}", client.length))
+            saved = await anext(client.events)
+            assert isinstance(saved, SnapshotSaved)
+            assert {part.refusal for part in saved.parts} == {""}
+        return tokens_of(commits)
+
+    together = await asyncio.gather(*map(run, range(4)))
+    assert chain.caller_way is not None
+    assert max(chain.caller_way.sent) > 1
+    chain.free_snapshots()
+    assert together == [await run(seed) for seed in range(4)]
 
 
 @pytest.mark.gpu
