@@ -7,7 +7,7 @@ this is possible without knowing the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -77,6 +77,17 @@ class StepBatch:
             yield BatchStep(step.stream_id, forward.with_rows(activation.cut(first, end), pieces))
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedFrame:
+    """A batch's frame before its tensors are there.
+
+    steps: as of `StepBatch`. message: with the steps, and nothing else; None on a way that makes it of the whole batch.
+    """
+
+    steps: tuple[BatchStep, ...]
+    message: pb.RunStageRequest | None
+
+
 @record(frozen=True, slots=True)
 class BatchAnswer:
     """What one session's step in a batch came to. proposal: where draft tokens were asked for, else None."""
@@ -94,22 +105,39 @@ class BatchAnswers:
     batches_read: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BatchTokens:
+    """What single rows of a batch came to, ahead of the answers to their steps: of each row its session's number, its
+    step, and the token."""
+
+    stream_ids: Sequence[int]
+    steps: Sequence[int]
+    token_ids: Sequence[int]
+
+
 RequestT = TypeVar("RequestT", pb.RunStageRequest, pb.RunBatchesRequest)
 
 
+def steps_to_message(steps: Iterable[BatchStep], kind: type[RequestT]) -> RequestT:
+    """Return the message of a batch without its tensors."""
+    message = kind()
+    for step in steps:
+        one = message.step_batch.steps.add()
+        one.stream_id = step.stream_id
+        fill_step(step.forward, one.forward)
+    return message
+
+
 def batch_to_messages(
-    batch: StepBatch, kind: type[RequestT], sender: PayloadSender | None = None
+    batch: StepBatch, kind: type[RequestT], sender: PayloadSender | None = None, begun: RequestT | None = None
 ) -> Iterator[RequestT]:
     """Return the batch's message, and behind it the chunks of its tensors.
 
     kind: the messages of the way that it goes. sender: puts large tensors into memory that the other side shares.
+    begun: what `steps_to_message` has returned for its steps, which is the message then.
     """
-    message, tensors = kind(), OutgoingTensors(sender)
+    message, tensors = steps_to_message(batch.steps, kind) if begun is None else begun, OutgoingTensors(sender)
     body = message.step_batch
-    for step in batch.steps:
-        one = body.steps.add()
-        one.stream_id = step.stream_id
-        fill_step(step.forward, one.forward)
     tensors.put(batch.activation, body.activation)
     for piece in batch.features:
         slice_to_message(piece, body.features.add(), tensors)
@@ -138,6 +166,23 @@ def _batch_tensors(message: stage_pb2.StepBatch, limits: TensorLimits, payloads:
 
 BATCH_FRAMES: FrameKinds[StepBatch] = {"step_batch": FrameKind(_batch_from_message, _batch_tensors)}
 """What goes down the chain for several sessions at once."""
+
+
+def tokens_to_message(tokens: BatchTokens) -> stage_pb2.BatchTokens:
+    """Return the tokens' message."""
+    return stage_pb2.BatchTokens(stream_ids=tokens.stream_ids, steps=tokens.steps, token_ids=tokens.token_ids)
+
+
+def tokens_from_message(message: stage_pb2.BatchTokens) -> BatchTokens:
+    """Return the tokens. Raises InvalidArgument where the lists are not equally long."""
+    tokens = BatchTokens([*message.stream_ids], [*message.steps], [*message.token_ids])
+    if not len(tokens.stream_ids) == len(tokens.steps) == len(tokens.token_ids):
+        raise InvalidArgument(
+            f"stream_ids, steps and token_ids have {len(tokens.stream_ids)}, {len(tokens.steps)} and "
+            f"{len(tokens.token_ids)} items; they have equally many",
+            field="batch_tokens",
+        )
+    return tokens
 
 
 def answers_to_message(answers: Iterable[BatchAnswer], batches_read: int = 0) -> stage_pb2.BatchAnswers:

@@ -211,6 +211,8 @@ class StageServicer(pb_grpc.StageServiceServicer):
             together = self._batches.get(message.batches.batches_id) if message.HasField("batches") else None
             return None if together is None else TogetherOnly(message.batches.stream_id, together)
         batches: BatchLane[Any] | None = BatchLane.of(*found, above=False) if message.lane.batches else None
+        if batches is not None and message.lane.tokens:
+            batches.takes_tokens = True
         if batches is not None and not message.lane.steps:
             return TogetherOnly(message.lane.stream_id, batches)
         return StepLane(*found, message.lane.stream_id, batches)
@@ -387,6 +389,9 @@ class _Answers:
         for stream, answer in answers:
             stream.hand_over(answer)
 
+    def take_tokens(self, tokens: Sequence[tuple[ClientStream, int, int]]) -> None:
+        raise AssertionError("tokens ahead of their answers are for stages")
+
     def fail(self, members: Sequence[ClientStream], error: FlashsplitError) -> None:
         for stream in members:
             stream.fail(error)
@@ -463,7 +468,7 @@ class RemoteStage:
         link = self._link
         if link is None or link.step_socket is None:
             return None
-        message.steps, message.batches = steps, True
+        message.steps, message.batches, message.tokens = steps, True, steps
         batches: BatchLane[Any] = BatchLane.of(link, link.step_socket, above=True)
         if not steps:
             return TogetherOnly(message.stream_id, batches)

@@ -17,10 +17,16 @@ from services.errors import FlashsplitError, InvalidArgument
 from services.messages.batch_frames import (
     BATCH_FRAMES,
     BatchAnswer,
+    BatchStep,
+    BatchTokens,
+    PreparedFrame,
     StepBatch,
     answers_from_message,
     answers_to_message,
     batch_to_messages,
+    steps_to_message,
+    tokens_from_message,
+    tokens_to_message,
 )
 from services.messages.frames import FrameReader
 from services.same_host.link import SharedLink
@@ -56,10 +62,14 @@ class BatchLane(BatchMembers[MemberT]):
         """Return the end at this socket, which all sessions share; on the event loop."""
         return socket.shared(lambda: cls(link, socket, above=above))
 
-    def send_steps(self, batch: StepBatch) -> bool:
+    def prepare_steps(self, steps: tuple[BatchStep, ...]) -> PreparedFrame:
+        return PreparedFrame(steps, steps_to_message(steps, pb.RunStageRequest))
+
+    def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
         """Send a batch down the chain; return False where its steps have to go another way."""
-        payloads = _Payloads(self._link)
-        packets = [message.SerializeToString() for message in batch_to_messages(batch, pb.RunStageRequest, payloads)]
+        payloads, begun = _Payloads(self._link), None if prepared is None else prepared.message
+        messages = batch_to_messages(batch, pb.RunStageRequest, payloads, begun)
+        packets = [message.SerializeToString() for message in messages]
         if max(map(len, packets)) > MAX_PACKET_BYTES - _ROOM_BYTES or not all(map(self._send, packets)):
             # Of what was sent already the other side makes nothing.
             self._free(payloads.sequences)
@@ -76,6 +86,10 @@ class BatchLane(BatchMembers[MemberT]):
             half = len(answers) // 2
             return self.send_answers(answers[:half]) and self.send_answers(answers[half:])
         return self._send(packet)
+
+    def send_tokens(self, tokens: BatchTokens) -> None:
+        if self.takes_tokens:
+            self._send(pb.RunStageResponse(batch_tokens=tokens_to_message(tokens)).SerializeToString())
 
     # ---
 
@@ -108,6 +122,9 @@ class BatchLane(BatchMembers[MemberT]):
         self.take_batch(batch)
 
     def _take_answers(self, message: pb.RunStageResponse) -> None:
+        if message.WhichOneof("frame") == "batch_tokens":
+            self.take_tokens(tokens_from_message(message.batch_tokens))
+            return
         if message.WhichOneof("frame") != "batch_answers":
             raise InvalidArgument("frame is not batch_answers", field="frame")
         read = answers_from_message(message.batch_answers)

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from flashsplit.shard.v1 import stage_pb2
 from services.errors import FlashsplitError
-from services.messages.batch_frames import BatchAnswer, StepBatch
+from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, PreparedFrame, StepBatch
 from services.messages.frames import NO_TENSORS, TensorLimits
 from services.messages.steps import Forward
 
@@ -25,6 +25,10 @@ class BatchListener(Protocol[MemberT_contra]):
     def take_answers(self, answers: Sequence[tuple[MemberT_contra, BatchAnswer]]) -> None:
         """Take answers to steps of batches, at the end above."""
 
+    def take_tokens(self, tokens: Sequence[tuple[MemberT_contra, int, int]]) -> None:
+        """Take what steps came to whose answers are still to come, at the end above: of each its session, its number
+        and its token."""
+
     def fail(self, members: Sequence[MemberT_contra], error: FlashsplitError) -> None:
         """End sessions of which something came that could not be read."""
 
@@ -36,6 +40,8 @@ class BatchMembers(ABC, Generic[MemberT]):
         self._members: dict[int, tuple[MemberT, BatchListener[MemberT]]] = {}
         self._largest = NO_TENSORS
         """The most that a step of any session so far might bring."""
+        self.takes_tokens = False
+        """Whether the other end takes tokens ahead of the answers to their steps."""
 
     def join(
         self,
@@ -55,13 +61,22 @@ class BatchMembers(ABC, Generic[MemberT]):
         """Pass over what comes for a session from now on; on any thread. Safe to call twice."""
         self._members.pop(stream_id, None)
 
+    def prepare_steps(self, steps: tuple[BatchStep, ...]) -> PreparedFrame:
+        """Return what can be made of a batch's frame before its tensors are there, on the device thread."""
+        return PreparedFrame(steps, None)
+
     @abstractmethod
-    def send_steps(self, batch: StepBatch) -> bool:
-        """Send a batch down the chain, on the device thread; return False where its steps have to go another way."""
+    def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
+        """Send a batch down the chain, on the device thread; return False where its steps have to go another way.
+        prepared: what was made of its frame before, which is used for no other."""
 
     @abstractmethod
     def send_answers(self, answers: Sequence[BatchAnswer]) -> bool:
         """Send answers up the chain, on the device thread; return False where they could not be sent."""
+
+    def send_tokens(self, tokens: BatchTokens) -> None:
+        """Send tokens up the chain ahead of the answers to their steps, where the other end takes such, on the device
+        thread. They may be lost."""
 
     # --- what came
 
@@ -82,6 +97,14 @@ class BatchMembers(ABC, Generic[MemberT]):
         known = [(member, one) for one in answers if (member := self._members.get(one.stream_id))]
         for (_, listener), _ in known[:1]:
             listener.take_answers([(member, one) for (member, _), one in known])
+
+    def take_tokens(self, tokens: BatchTokens) -> None:
+        """Hand over tokens whose answers are still to come."""
+        all_known = [*map(self._members.get, tokens.stream_ids)]
+        came = zip(all_known, tokens.steps, tokens.token_ids, strict=True)
+        known = [(one[0], step, token) for one, step, token in came if one is not None]
+        for one in [one for one in all_known if one is not None][:1]:
+            one[1].take_tokens(known)
 
     def fail(self, error: FlashsplitError) -> None:
         """End all sessions."""

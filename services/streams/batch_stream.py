@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.messages.batch_frames import BatchAnswer, StepBatch
+from services.messages.batch_frames import BatchAnswer, PreparedFrame, StepBatch
 from services.messages.steps import Forward
 from services.streams.batch_members import BatchMembers, MemberT
 from services.streams.step_lane import StepLane
@@ -28,7 +28,7 @@ class BatchStream(BatchMembers[MemberT]):
         self._outgoing: asyncio.Queue[StepBatch | Sequence[BatchAnswer] | None] = asyncio.Queue()
         self.closed = False
 
-    def send_steps(self, batch: StepBatch) -> bool:
+    def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
         # It is written when the next step may have overwritten what this one left.
         own = bytes(memoryview(batch.activation.data).cast("B"))
         return self._send(replace(batch, activation=replace(batch.activation, data=own)))

@@ -7,45 +7,55 @@ stages beside this one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from services.messages.steps import Forward
 from shard_worker.batches.stepping import BatchRow, SteppingSession
+from shard_worker.stage.batch_runner import PlacedStep
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """Steps that follow a batch's. placed: what the stage has placed of them, if anything."""
+
+    rows: list[BatchRow]
+    placed: PlacedStep | None = None
 
 
 class PreparedSteps:
     """The steps that follow each batch; everything here is called on the device thread."""
 
     def __init__(self) -> None:
-        self._batches: dict[SteppingSession, list[BatchRow]] = {}
+        self._batches: dict[SteppingSession, PreparedBatch] = {}
         """Those of each batch in turn, by the first one's session."""
 
     def __len__(self) -> int:
         """How many batches they follow."""
         return len(self._batches)
 
-    def put(self, before: Iterable[BatchRow], rows: list[BatchRow]) -> None:
-        """Keep the rows that follow those of a batch, in place of what was prepared for its sessions before."""
+    def put(self, before: Iterable[BatchRow], prepared: PreparedBatch | None) -> None:
+        """Keep the steps that follow those of a batch, in place of what was prepared for its sessions before."""
         for row in before:
             self._batches.pop(row.session, None)
-        if rows:
-            self._batches[rows[0].session] = rows
+        if prepared is not None:
+            self._batches[prepared.rows[0].session] = prepared
 
-    def take(self, steps: Sequence[tuple[SteppingSession, Forward]]) -> list[BatchRow]:
-        """Take out what was prepared for steps that have come, and return it with what came: none where it is not for
+    def take(self, steps: Sequence[tuple[SteppingSession, Forward]]) -> PreparedBatch | None:
+        """Take out what was prepared for steps that have come, and return it with what came: None where it is not for
         these, all of them and in their order."""
-        prepared = self._batches.pop(steps[0][0], []) if steps else []
-        if len(prepared) != len(steps):
-            return []
+        prepared = self._batches.pop(steps[0][0], None) if steps else None
+        if prepared is None or len(prepared.rows) != len(steps):
+            return None
         rows: list[BatchRow] = []
-        for row, (session, came) in zip(prepared, steps, strict=True):
+        for row, (session, came) in zip(prepared.rows, steps, strict=True):
             if row.session is not session or not session.is_prepared(row.forward, came):
-                return []
+                return None
             forward = row.forward if came.activation is None else came
             rows.append(BatchRow(row.session, forward, row.given.with_tokens(came.token_ids, came.activation), None))
-        return rows
+        return PreparedBatch(rows, prepared.placed)
 
     def forget(self, session: SteppingSession) -> None:
         """Drop what was prepared with a session that is closed, and so its memory."""
-        for first, rows in [*self._batches.items()]:
-            if any(row.session is session for row in rows):
+        for first, prepared in [*self._batches.items()]:
+            if any(row.session is session for row in prepared.rows):
                 del self._batches[first]

@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from services.errors import FlashsplitError
+from services.messages.batch_frames import PreparedFrame
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward, StepKind
 from shard_worker.batches.batches_away import BatchesAway
-from shard_worker.batches.prepared_steps import PreparedSteps
+from shard_worker.batches.prepared_steps import PreparedBatch, PreparedSteps
 from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
 from shard_worker.batches.waiting_steps import WaitingSteps, all_beside, is_chunk, rows_of, steps_of
 from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, looks_without_sleep, raising_first
 from shard_worker.model.features import Features
 from shard_worker.sampling.drawing import draw_together
 from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.stage.batch_runner import PlacedStep
 from shard_worker.stage.step_graph import StepOutput, StepPart, token_of_row
 
 if TYPE_CHECKING:
@@ -52,18 +54,24 @@ class _Launched:
     """A step of several sessions that is on the device.
 
     rows: of which those without a `step` are left out. outputs: of each. issued: what was queued behind each.
-    started_ns: when computing began.
+    started_ns: when computing began. frame: what was prepared of the one that goes to the next stage.
     """
 
     rows: list[BatchRow]
     outputs: list[StepPart]
     issued: Sequence[IssuedBlock | None]
     started_ns: int
+    frame: PreparedFrame | None = None
 
     @property
     def results(self) -> StepOutput:
         """The results of all rows."""
         return self.outputs[0].whole
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the results are known to be there."""
+        return self.results.on_host is not None and self.results.on_host.there
 
     @property
     def is_looked_for(self) -> bool:
@@ -334,8 +342,11 @@ class StepBatches:
             _settle(row.step, computed, errors)
         row.session.announce()
 
-    def _launch(self, rows: list[BatchRow], errors: list[Exception]) -> _Launched | None:
-        """Begin to compute what is one step of the stage. Returns None where that fails, which all hear of."""
+    def _launch(
+        self, rows: list[BatchRow], errors: list[Exception], placed: PlacedStep | None = None
+    ) -> _Launched | None:
+        """Begin to compute what is one step of the stage. placed: its first rows' part, if they were placed before.
+        Returns None where that fails, which all hear of."""
         inputs = [row.given for row in rows]
         count = sum(len(given.token_ids) for given in inputs)
         self._thread.computes("step", count)
@@ -345,7 +356,8 @@ class StepBatches:
         started_ns = self._started(time.monotonic_ns())
         try:
             behind = next((row.session for row in rows if row.given.behind is not None), None)
-            outputs = inputs[0].stage.step_together(inputs, None if behind is None else behind.complete_step)
+            complete = None if behind is None else behind.complete_step
+            outputs = inputs[0].stage.step_together(inputs, complete, placed)
             issued = rows[0].session.issue_together([(row.session, row.forward) for row in rows], outputs)
         except Exception as error:
             for row in rows:
@@ -452,7 +464,8 @@ class StepBatches:
             self._settle_first(errors)
 
     def _prepare(self, launched: _Launched) -> None:
-        """Prepare the steps that follow those of a batch by themselves."""
+        """Prepare the frame for the next stage, and the steps that follow those of a batch by themselves."""
+        launched.frame = launched.rows[0].session.prepare_frame(launched.rows)
         rows: list[BatchRow] = []
         for row in launched.rows:
             forward = None if row.step is None or row.session.closed else row.session.following(row.forward)
@@ -460,7 +473,18 @@ class StepBatches:
                 # It may be closed by now, or find no memory: it hears so when the step comes.
                 with contextlib.suppress(Exception):
                     rows.append(BatchRow(row.session, forward, row.session.prepare(forward), None))
-        self._prepared.put(launched.rows, rows if self._fits_behind(rows) else [])
+        prepared = None
+        if self._fits_behind(rows):
+            inputs = [row.given for row in rows]
+            prepared = PreparedBatch(rows, inputs[0].stage.place_together(inputs))
+        self._prepared.put(launched.rows, prepared)
+
+    def settle_first(self) -> None:
+        """Read the results of the first step on the device, if they are there: in a chain of several stages the others
+        wait for them. On the device thread."""
+        if self._launched is not None and self._launched.is_there and not self._expected:
+            with raising_first() as errors:
+                self._settle_first(errors)
 
     def forget(self, session: SteppingSession) -> None:
         """Drop what is kept for a session of a chain of several stages that is closed, and so its memory; on the device
@@ -472,14 +496,15 @@ class StepBatches:
         """Launch steps that have come, if they are those that were prepared: before all that is to be done for them, up
         to `add` or `add_together`. Steps that wait join them as they join others. Does nothing where the device is not
         free for them, or something else is to be computed before; on the device thread."""
-        rows = self._prepared.take(steps)
+        prepared = self._prepared.take(steps)
         free = self._launched is None or (self._behind is None and self._may_go_on())
-        if not rows or not free or self._waiting.has_alone:
+        if prepared is None or not free or self._waiting.has_alone:
             return
+        rows = prepared.rows
         beside = self._beside(rows)
         for row in (*rows, *beside):
             row.session.begin_prepared(row.forward)
-        launched = self._launch([*rows, *beside], [])
+        launched = self._launch([*rows, *beside], [], prepared.placed)
         if launched is None:
             # They are begun anew as they are added, and hear of the error then.
             return
@@ -528,6 +553,8 @@ class StepBatches:
             # It began when that one ended.
             self._launched.started_ns = max(self._launched.started_ns, time.monotonic_ns())
         launched.rows[0].session.announce()
+        # Also where the results of the next step are there already.
+        self._thread.do_put_off()
 
     def _settle_launched(self, errors: list[Exception]) -> None:
         """Read the results of all steps that are on the device, if there are any."""
@@ -536,12 +563,14 @@ class StepBatches:
             self._settle_first(errors)
 
     def _settle_all(self, launched: _Launched, errors: list[Exception]) -> None:
-        self._thread.about_to_wait()
+        if not launched.is_there:
+            self._thread.about_to_wait()
         sessions, row_count = len(launched.rows), sum(len(row.given.token_ids) for row in launched.rows)
         proposing = sum(row.forward.propose_tokens > 0 for row in launched.rows)
         try:
             drawn = _drawn(launched)
             ended_ns = _wait(launched)
+            launched.rows[0].session.send_ahead(launched.rows, launched.outputs, drawn, launched.frame)
         except Exception as error:
             for row in launched.rows:
                 if row.step is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from services.messages.batch_frames import PreparedFrame
 from services.messages.steps import Forward
 from services.records import record
 from shard_worker.sampling.drawing import Draw
@@ -80,6 +81,21 @@ class SteppingSession(Protocol):
     def draws(self, forward: Forward) -> list[Draw] | None:
         """Return how the tokens behind the last rows of a step that comes next are drawn, where nothing but the logits
         of these rows counts for that."""
+
+    def prepare_frame(self, rows: Sequence[BatchRow]) -> PreparedFrame | None:
+        """Return what can be made of the frame for the next stage while the device computes a batch, of this stage's
+        sessions; None where there is none, or not for all of them."""
+
+    def send_ahead(
+        self,
+        rows: Sequence[BatchRow],
+        outputs: Sequence[StepPart],
+        drawn: Sequence[list[int] | None],
+        frame: PreparedFrame | None,
+    ) -> None:
+        """Send what the stages beside this one wait for, of a batch's results, before anything else is made of them:
+        the rows to the next one, with what was prepared of their frame, or the tokens that they came to up the chain.
+        drawn: of each row the tokens that were drawn; None where none were."""
 
     def take_back(self, *, computed: bool) -> None:
         """Forget the step that was begun last behind another one, and perhaps computed: it does not come, or later."""

@@ -15,7 +15,7 @@ from services.messages.steps import Forward, OpenSession, StepKind, TokenLogprob
 from services.records import record
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
-from shard_worker.sampling.drawing import Draw, finite
+from shard_worker.sampling.drawing import NOT_FINITE, Draw, finite
 from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.logprobs import prompt_logprobs, token_logprobs
 from shard_worker.sampling.sampler import Sampler
@@ -162,6 +162,14 @@ class Verifier:
             return None
         rows = len(forward.token_ids) if forward.kind is StepKind.VERIFY else 1
         return self._sampler.draws(rows, forward.base_position + len(forward.token_ids) - rows + 1)
+
+    def token_ahead(self, output: StepPart, drawn: list[int] | None) -> int | None:
+        """Return the token that `decide` will come to for a single row, None where more is to be done for it. drawn: as
+        of `ComputedStep`."""
+        if drawn is not None:
+            return None if NOT_FINITE in drawn else drawn[-1]
+        argmax = output.argmax_on_host() if self._sampler.is_greedy else None
+        return None if argmax is None else argmax[-1]
 
     @property
     def needs_argmax_alone(self) -> bool:

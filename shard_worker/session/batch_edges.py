@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.errors import FailedPrecondition, FlashsplitError
-from services.messages.batch_frames import BatchAnswer, BatchStep, StepBatch
+from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, StepBatch
 from services.messages.steps import Commit, Forward, StepKind
 from services.streams.batch_members import BatchMembers
 from shard_worker.batches.step_batches import StepBatches
@@ -38,6 +38,7 @@ class BatchEdges:
         self._thread, self._batches = thread, batches
         self._steps: dict[BatchMembers[Any], list[tuple[RelayDeviceSession, ComputedStep, int]]] = {}
         self._answers: dict[BatchMembers[Any], list[tuple[DeviceSession, BatchAnswer]]] = {}
+        self._tokens: dict[BatchMembers[Any], list[tuple[int, int, int]]] = {}
         self._told: dict[BatchMembers[Any], list[tuple[DeviceSession, BatchAnswer]]] = {}
         """On the first stage, those for callers, whom no stage waits for."""
 
@@ -60,15 +61,28 @@ class BatchEdges:
             self._thread.soon(self._tell_callers)
         self._told.setdefault(session.batches_above, []).append((session, answer))
 
+    def add_token(self, session: DeviceSession, step: int, token: int) -> None:
+        """Send the token that a step came to on to the stage before, with all that are added before `send_tokens`."""
+        self._tokens.setdefault(session.batches_above, []).append((session.stream_above, step, token))
+
+    def send_tokens(self) -> None:
+        """Send the tokens that were added. Where they do not arrive the answers say the same."""
+        while self._tokens:
+            lane, tokens = self._tokens.popitem()
+            stream_ids, steps, token_ids = zip(*tokens, strict=True)
+            lane.send_tokens(BatchTokens(stream_ids, steps, token_ids))
+
     def flush(self) -> None:
         """Send what was added. An error ends the sessions whose steps or answers it kept from going on."""
         while self._steps:
             lane, steps = self._steps.popitem()
-            try:
-                self._send_steps(lane, steps)
-            except Exception as error:
-                for sending, _, _ in steps:
-                    sending.break_by(error)
+            for sent in (True, False):
+                part = [one for one in steps if one[0].was_sent(one[1].forward) is sent]
+                try:
+                    self._send_steps(lane, part, sent=sent)
+                except Exception as error:
+                    for sending, _, _ in part:
+                        sending.break_by(error)
         while self._answers:
             lane, answers = self._answers.popitem()
             if not lane.send_answers([answer for _, answer in answers]):
@@ -86,8 +100,11 @@ class BatchEdges:
                     session.tell(AnswerNotSent(answer))
 
     def _send_steps(
-        self, lane: BatchMembers[Any], steps: Sequence[tuple[RelayDeviceSession, ComputedStep, int]]
+        self, lane: BatchMembers[Any], steps: Sequence[tuple[RelayDeviceSession, ComputedStep, int]], *, sent: bool
     ) -> None:
+        """Send steps on, unless they were sent ahead of all else, and have their sessions take note of it."""
+        if not steps:
+            return
         rows, on_host = joined_rows([step.output for _, step, _ in steps])
         features = joined([step.features for _, step, _ in steps])
         leaving = Leaving([*([] if on_host is not None else [rows]), *features.tensors], on_host)
@@ -98,7 +115,7 @@ class BatchEdges:
             activation,
             tuple(slices_of(features.indices, tensors, 0)),
         )
-        sent = lane.send_steps(batch)
+        sent = sent or lane.send_steps(batch)
         # The next stage waits for it, and nobody for this: answers come to this thread.
         for (session, step, arrived_ns), one in zip(steps, batch.whole_steps(), strict=True):
             session.passed_on(one.forward, arrived_ns, now_ns - step.started_ns)
@@ -114,6 +131,12 @@ class BatchEdges:
     def take_answers(self, answers: Sequence[tuple[RelayDeviceSession, BatchAnswer]]) -> None:
         """Let the sessions go on behind steps that were answered."""
         self._now(self._go_on, answers)
+
+    def take_tokens(self, tokens: Sequence[tuple[RelayDeviceSession, int, int]]) -> None:
+        """Let the sessions go on behind steps whose answers are still to come."""
+        # What the next stage waits for takes less time than to launch what follows.
+        self._now(self._batches.settle_first)
+        self._now(self._go_on_ahead, tokens)
 
     def fail(self, members: Sequence[DeviceSession], error: FlashsplitError) -> None:
         for session in members:
@@ -136,7 +159,9 @@ class BatchEdges:
 
     def _go_on(self, answers: Sequence[tuple[RelayDeviceSession, BatchAnswer]]) -> None:
         followed = [
-            (session, _behind(answer.commit)) for session, answer in answers if session.is_first and not answer.proposal
+            (session, _behind(answer.commit))
+            for session, answer in answers
+            if session.is_first and not answer.proposal and not session.has_begun_ahead
         ]
         self._batches.begin_prepared(followed)
         for session, answer in answers:
@@ -149,6 +174,23 @@ class BatchEdges:
         self.flush()
         for session, _ in answers[:1]:
             session.announce()
+
+    def _go_on_ahead(self, tokens: Sequence[tuple[RelayDeviceSession, int, int]]) -> None:
+        followed: list[tuple[RelayDeviceSession, Forward]] = []
+        for session, step, token in tokens:
+            if not session.is_first:
+                # A stage in the middle sends them on.
+                session.pass_token_up(step, token)
+            elif (row := session.row_behind(step, token)) is not None:
+                followed.append((session, row))
+        self.send_tokens()
+        self._batches.begin_prepared(followed)
+        for session, row in followed:
+            try:
+                session.begin_ahead(row)
+            except Exception as error:
+                session.break_by(error)
+        self._batches.leave_unasked()
 
 
 def _behind(commit: Commit) -> Forward:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
-from services.messages.batch_frames import BatchAnswer
+from services.messages.batch_frames import BatchAnswer, PreparedFrame
 from services.messages.frames import TensorLimits
 from services.messages.steps import Commit, Forward, OpenSession, Proposal, StepKind
 from services.messages.tensors import WireTensor
 from services.streams.batch_members import BatchMembers
 from services.streams.step_lane import StepLane
-from shard_worker.batches.stepping import SteppingSession, WaitingStep
+from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.device.dtypes import dtype_to_name, over_wire
 from shard_worker.model.features import Features
@@ -97,6 +97,10 @@ class DeviceSession(ABC):
         """Whether the device may have begun with the step that a lane has just brought."""
         self._together = False
         """Whether the last step came together with others, and is answered with them."""
+        self._came_together = -1
+        """The last step that came so, whether it was computed or not."""
+        self._sent_ahead = -1
+        """The last step that was sent on before anything else was made of its results."""
         self.limits = StepLimits()
         """Of the steps that follow by themselves, on a first stage."""
 
@@ -159,6 +163,21 @@ class DeviceSession(ABC):
     def _take_together(self, arrived_ns: int, step: ComputedStep) -> None:
         """Take what was computed for a step that came together with those of other sessions."""
 
+    def prepare_frame(self, rows: Sequence[BatchRow]) -> PreparedFrame | None:
+        """Return what can be made of the frame for the next stage while the device computes a batch, of this stage's
+        sessions; None where there is none, or not for all of them."""
+        return None
+
+    @abstractmethod
+    def send_ahead(
+        self,
+        rows: Sequence[BatchRow],
+        outputs: Sequence[StepPart],
+        drawn: Sequence[list[int] | None],
+        frame: PreparedFrame | None,
+    ) -> None:
+        """Send what the stages beside this one wait for, as `SteppingSession` says."""
+
     def step_of_batch(self, forward: Forward, arrived_ns: int) -> WaitingStep:
         """Return what is to be done with a step that came together with others.
 
@@ -168,6 +187,7 @@ class DeviceSession(ABC):
             # The commit may be among the jobs behind this step.
             self._commit_to(self.state(), forward.base_position)
             self._check_next(forward)
+        self._came_together = forward.step
         return WaitingStep(self, forward, functools.partial(self._take_together, arrived_ns), self.break_by)
 
     @property
@@ -178,11 +198,16 @@ class DeviceSession(ABC):
         assert lane.batches is not None
         return lane.batches
 
-    def _answer_together(self, commit: Commit, proposal: Proposal | None) -> None:
-        """Answer a step together with those that it came with, or on the first stage was computed with."""
+    @property
+    def stream_above(self) -> int:
+        """The session's number on that way."""
         lane = self._lanes.above or self._lanes.caller
         assert lane is not None
-        self._edges.add_answer(self, BatchAnswer(lane.stream_id, commit, proposal))
+        return lane.stream_id
+
+    def _answer_together(self, commit: Commit, proposal: Proposal | None) -> None:
+        """Answer a step together with those that it came with, or on the first stage was computed with."""
+        self._edges.add_answer(self, BatchAnswer(self.stream_above, commit, proposal))
 
     @property
     def _tells_caller(self) -> bool:

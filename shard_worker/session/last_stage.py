@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
+from services.messages.batch_frames import PreparedFrame
 from services.messages.steps import (
     Commit,
     Event,
@@ -29,7 +30,7 @@ from services.messages.steps import (
     StepKind,
 )
 from services.streams.direct_queue import DirectQueue
-from shard_worker.batches.stepping import SteppingSession, WaitingStep
+from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.drafting.draft_batches import DraftWork
 from shard_worker.drafting.engine import DraftRequest
@@ -623,6 +624,30 @@ class LastStageDeviceSession(DeviceSession):
 
     def draws(self, forward: Forward) -> list[Draw] | None:
         return self._verifier.draws(forward)
+
+    def send_ahead(
+        self,
+        rows: Sequence[BatchRow],
+        outputs: Sequence[StepPart],
+        drawn: Sequence[list[int] | None],
+        frame: PreparedFrame | None,
+    ) -> None:
+        if self._alone:
+            return
+        for row, output, tokens in zip(rows, outputs, drawn, strict=True):
+            session, forward = row.session, row.forward
+            assert isinstance(session, LastStageDeviceSession)
+            if row.step is not None and forward.kind is StepKind.DECODE and session._is_followed_from_above(forward):
+                token = session._verifier.token_ahead(output, tokens)
+                if token is not None:
+                    self._edges.add_token(session, forward.step, token)
+        self._edges.send_tokens()
+
+    def _is_followed_from_above(self, forward: Forward) -> bool:
+        """Return whether the first stage begins a step behind a single row as soon as it knows the token: it came
+        together with others, and no draft tokens are asked for. An event loop that has the draft answers by itself."""
+        together = forward.step == self._came_together and not self._drafts_elsewhere
+        return together and bool(forward.more) and not forward.propose_tokens
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
-from services.messages.batch_frames import BatchAnswer
+from services.messages.batch_frames import BatchAnswer, BatchStep, PreparedFrame, StepBatch
 from services.messages.steps import (
     Commit,
     Event,
@@ -30,6 +31,7 @@ from services.messages.steps import (
 )
 from services.rpc.stage import StageSession
 from services.streams.batch_members import BatchMembers
+from shard_worker.batches.stepping import BatchRow
 from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
@@ -49,6 +51,7 @@ from shard_worker.session.session import TargetSession
 from shard_worker.session.session_errors import failure_below
 from shard_worker.session.session_host import SessionHost
 from shard_worker.stage.stage import StageState
+from shard_worker.stage.step_graph import StepPart, joined_rows
 
 
 class RelaySession(TargetSession):
@@ -353,10 +356,19 @@ class OutgoingStep:
 class RelayDeviceSession(DeviceSession):
     """The half on the device thread."""
 
-    _passed: PassedStep | None = None
-    """The step that went on together with others and is not answered."""
     _counted = False
     """Whether the event loop has counted the step that is on its way."""
+    _came_past_loop = -1
+    """The last step that came from a device thread, or follows one by itself here."""
+    _begun: Forward | None = None
+    """The step that was begun behind a token whose step's answer is still to come."""
+
+    def __init__(self, *args: Any) -> None:
+        """Arguments are those of `DeviceSession`."""
+        super().__init__(*args)
+        self._passed: deque[PassedStep] = deque(maxlen=2)
+        """The last steps that went on together with others: two where the second one was begun behind the first one's
+        token. They may have been answered on another way."""
 
     def listen(self, max_tensor_bytes: int, max_feature_slices: int) -> None:
         super().listen(max_tensor_bytes, max_feature_slices)
@@ -418,12 +430,13 @@ class RelayDeviceSession(DeviceSession):
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         if not self._batches.expects(self):
             self._check_next(forward)
+        self._came_past_loop = forward.step
         self._compute_from_lane(forward, functools.partial(self._send_below, arrived_ns))
 
     def _send_below(self, arrived_ns: int, step: ComputedStep, *, together: bool = False) -> None:
         """Send a step on. together: it came with those of other sessions, and is answered with them."""
         self._together, self._counted = together, False
-        if self._goes_together():
+        if self.was_sent(step.forward) or self._goes_together():
             self._edges.add_step(self, step, arrived_ns)
             if step.alone:
                 self.announce()
@@ -456,10 +469,16 @@ class RelayDeviceSession(DeviceSession):
     def _goes_together(self) -> bool:
         """Return whether a step goes on together with those that were computed with it: beside other sessions on the
         first stage, and on the others where it came so, as its answer goes up the same way."""
+        return self._has_way_below and (self._together or (self.is_first and not self._batches.lone))
+
+    @property
+    def _has_way_below(self) -> bool:
         below = self._lanes.below
-        if below is None or below.batches is None or self._request.prompt_logprobs is not None:
-            return False
-        return self._together or (self.is_first and not self._batches.lone)
+        return below is not None and below.batches is not None and self._request.prompt_logprobs is None
+
+    def was_sent(self, forward: Forward) -> bool:
+        """Return whether a step was sent on already, with those that were computed with it."""
+        return self._sent_ahead == forward.step
 
     @property
     def batches_below(self) -> BatchMembers[Any]:
@@ -478,30 +497,107 @@ class RelayDeviceSession(DeviceSession):
         """Take note that a step goes on together with others. sent: as the next stage gets it; forward_ns: how long it
         took."""
         self.keep(sent)
-        self._passed = PassedStep.of(sent, arrived_ns, forward_ns, together=True)
-        self.tell(StepPassedOn(self._passed, self._counted), pressing=self._counted)
+        passed = PassedStep.of(sent, arrived_ns, forward_ns, together=True)
+        self._passed.append(passed)
+        self.tell(StepPassedOn(passed, self._counted), pressing=self._counted)
 
     def not_sent(self, sent: Forward) -> None:
         """Send a step on the session's own stream that could not go on together with others."""
+        self._passed.pop()
         self.tell(StepNotSent(sent))
+
+    def prepare_frame(self, rows: Sequence[BatchRow]) -> PreparedFrame | None:
+        ahead = [*itertools.takewhile(_may_go_ahead, rows)]
+        # Chunks of prompts, behind them, go in their sessions' streams; another row would be computed apart from them.
+        if len(ahead) < 2 or any(row.forward.kind is not StepKind.PREFILL for row in rows[len(ahead) :]):
+            return None
+        sending = [row.session for row in ahead if isinstance(row.session, RelayDeviceSession)]
+        if len({id(session.batches_below) for session in sending}) > 1:
+            return None
+        steps = (BatchStep(session.stream_below, row.forward) for session, row in zip(sending, ahead, strict=True))
+        return sending[0].batches_below.prepare_steps(tuple(steps))
+
+    def send_ahead(
+        self,
+        rows: Sequence[BatchRow],
+        outputs: Sequence[StepPart],
+        drawn: Sequence[list[int] | None],
+        frame: PreparedFrame | None,
+    ) -> None:
+        ahead = [] if frame is None else rows[: len(frame.steps)]
+        if frame is None or not all(map(_may_go_ahead, ahead)):
+            return
+        # Each has a single row.
+        _, on_host = joined_rows(outputs[: len(ahead)])
+        if on_host is None:
+            return
+        [activation] = Leaving([], on_host).wait()
+        if self.batches_below.send_steps(StepBatch(frame.steps, activation), frame):
+            for row in ahead:
+                assert isinstance(row.session, RelayDeviceSession)
+                row.session._sent_ahead = row.forward.step
+
+    def goes_ahead(self, forward: Forward) -> bool:
+        """Return whether a row goes on together with those beside it, whatever else is made of it: one of an answer
+        without a draft, which goes past the event loop."""
+        if forward.kind is not StepKind.DECODE or self._request.draft is not None:
+            return False
+        if self.is_first:
+            return forward.step == self._came_past_loop and self._goes_together()
+        return forward.step == self._came_together and self._has_way_below
+
+    def pass_token_up(self, step: int, token: int) -> None:
+        """Send the token that a step came to on to the stage before, if it came from there together with others."""
+        if self._together:
+            self._edges.add_token(self, step, token)
+
+    def row_behind(self, step: int, token: int) -> Forward | None:
+        """Return the step that follows one by itself, on the first stage, whose answer is still to come; None where
+        none does. token: what that one came to."""
+        passed = self._passed[-1] if self._passed and self._begun is None else None
+        if passed is None or passed.step != step or passed.kind is not StepKind.DECODE or passed.propose_tokens:
+            return None
+        length = passed.base + passed.rows
+        if not is_followed(passed.more, length, (token,), self._request):
+            return None
+        return self.limits.applied(Forward(step + 1, length, (token,), StepKind.DECODE, more=passed.more - 1))
+
+    @property
+    def has_begun_ahead(self) -> bool:
+        """Whether the step behind the one that is answered next has begun."""
+        return self._begun is not None
+
+    def begin_ahead(self, row: Forward) -> None:
+        """Begin such a step; `take_answer` will find that its token is that of the answer."""
+        self._begun, self._released = row, False
+        self._take_step(row, time.monotonic_ns())
 
     def take_answer(self, answer: BatchAnswer) -> None:
         """Take the answer to a step that went on together with others, and begin the one that follows by itself.
 
         Raises FailedPrecondition where it does not fit.
         """
-        passed, self._passed, self._released = self._passed, None, False
         commit, proposal = answer.commit, answer.proposal
-        passed = check_commit(commit, passed)
+        while self._passed and self._passed[0].step < commit.step:
+            self._passed.popleft()
+        passed = check_commit(commit, self._passed.popleft() if self._passed else None)
         if passed.kind is StepKind.VERIFY:
             self.commit(commit.step, commit.length)
         commit = self.answer_above(commit, passed)
-        following = None if self._together else self._following(commit, proposal)
+        begun, self._begun = self._begun, None
+        if begun is not None and (begun.step - 1, begun.token_ids) != (commit.step, commit.token_ids):
+            raise FailedPrecondition(
+                f"step {commit.step} came to tokens {[*commit.token_ids]}, and {[*begun.token_ids]} was said before",
+                reason="OUT_OF_STEP",
+                field="token_ids",
+            )
+        following = None if self._together or begun is not None else self._following(commit, proposal)
         # Before it is told that the step that follows goes on.
-        self._thread.soon(self._tell_answered, commit, proposal, following is not None)
+        self._thread.soon(self._tell_answered, commit, proposal, begun is not None or following is not None)
         if self._together:
             self._answer_together(commit, proposal)
         elif following is not None:
+            self._released = False
             self._take_step(following, time.monotonic_ns())
 
     def _tell_answered(self, commit: Commit, proposal: Proposal | None, followed: bool) -> None:
@@ -564,3 +660,8 @@ class RelayDeviceSession(DeviceSession):
         if self._lanes.above is None and self._batches.expects_one:
             self._commit_to(self.state(), following.base_position)
             self._next.release(following, whole)
+
+
+def _may_go_ahead(row: BatchRow) -> bool:
+    """Return whether a row of a batch goes on together with those beside it, whatever else is made of it."""
+    return row.step is not None and isinstance(row.session, RelayDeviceSession) and row.session.goes_ahead(row.forward)

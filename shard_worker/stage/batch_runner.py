@@ -40,8 +40,9 @@ and dense ones 4.6, 4.5, 5.9 and 5.1 (H200)."""
 MAX_SESSIONS = 128
 """The most sessions of a step."""
 
-_STEPS_LAUNCHED = 2
-"""The most steps that are launched at a time: the results of each stay on the host until the one behind the next is."""
+_STEPS_PLACED = 4
+"""The most steps that are placed at a time: two that are launched, of which the results of each stay on the host until
+the one behind the next is, and those that follow both."""
 
 
 @record(frozen=True, slots=True)
@@ -66,6 +67,18 @@ class SessionTokens:
         return self.base + len(self.token_ids)
 
 
+@record(frozen=True, slots=True)
+class PlacedStep:
+    """A step of single rows whose places are in the parameters before its tokens are known.
+
+    sessions: with any tokens. mark: of the parameters. first_sum: as of `FIRST_SUM`, behind these sessions.
+    """
+
+    sessions: Sequence[SessionTokens]
+    mark: tuple[int, int]
+    first_sum: int
+
+
 class BatchRunner:
     """Runs steps of several sessions through one segment, with the embedding and the head where they are there."""
 
@@ -84,21 +97,21 @@ class BatchRunner:
             rows=ROW_COUNTS[-1],
             sessions=MAX_SESSIONS,
             caches=len(segment.key_kinds),
-            twins=_STEPS_LAUNCHED,
+            twins=_STEPS_PLACED,
         )
         self._committing = StepParameters(device, 0, rows=1, sessions=MAX_SESSIONS)
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         self._own: PerLayerRows | None = None
         if segment.per_layer is not None:
             embedded = embedding is not None
-            self._own = PerLayerRows(segment.per_layer, self._hidden, embedded=embedded, twins=_STEPS_LAUNCHED)
+            self._own = PerLayerRows(segment.per_layer, self._hidden, embedded=embedded, twins=_STEPS_PLACED)
         outgoing = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
         self._outgoing = [
-            torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
+            torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_PLACED)
         ]
         incoming = self._hidden if embedding is None else self._hidden[:0]
         self._incoming = [
-            torch.zeros_like(incoming, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
+            torch.zeros_like(incoming, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_PLACED)
         ]
         """The rows from the stage before on their way to the device."""
         self._logits: torch.Tensor | None = None
@@ -168,19 +181,26 @@ class BatchRunner:
         features: Features | None,
         *,
         complete: Callable[[StepParameters], None] | None = None,
+        placed: PlacedStep | None = None,
     ) -> StepOutput:
         """Launch a step of all these sessions' rows, one session's behind the other's.
 
         They must fit, as `fits` says. hidden: the rows [n, hidden] from the segment before, on any device, or from the
         stage before, some sessions' behind others'; none where the embedding is here. features: what the draft reads of
         the rows is added to it; None where no draft wants it. complete: queues that the parameters are completed, where
-        sessions are `behind`.
+        sessions are `behind`. placed: the first sessions' part of it, if it was placed before.
         """
         count = sum(len(session.token_ids) for session in sessions)
         variant = self._variant(count, features is not None and self._segment.capture is not None)
         with self._segment.device.current():
             step = self._capture_once(variant)
-            self._place(sessions)
+            if placed is None or not self._parameters.take_up(placed.mark):
+                self._parameters.begin()
+                self._add(sessions)
+            else:
+                self._add(sessions[len(placed.sessions) :], len(placed.sessions), placed.first_sum)
+                if self._embedding is not None:
+                    self._parameters.set_tokens([token for session in sessions for token in session.token_ids])
             if len(hidden):
                 rows = hidden if isinstance(hidden, torch.Tensor) else self._taken_in(hidden)
                 self._hidden[:count].copy_(rows, non_blocking=True)
@@ -232,12 +252,26 @@ class BatchRunner:
         with self._segment.device.current():
             deltanet.commit(self._layers.delta, self._parameters.places(MAX_SESSIONS), counts, self._hidden)
 
-    def _place(self, sessions: Sequence[SessionTokens]) -> None:
+    def place(self, sessions: Sequence[SessionTokens]) -> PlacedStep | None:
+        """Place the single rows of a step that will be launched later, for which the sessions have the memory; None
+        where that is done as it is launched."""
+        if self._own is not None:
+            return None
+        with self._segment.device.current():
+            self._parameters.begin()
+            # Unused rows are looked up too, and what stands for an unknown token is none of the embedding's rows.
+            first_sum = self._add(sessions, known=False)
+        return PlacedStep(sessions, self._parameters.mark(), first_sum)
+
+    def _add(
+        self, sessions: Sequence[SessionTokens], before: int = 0, first_sum: int = 0, *, known: bool = True
+    ) -> int:
+        """Add sessions to the step that is begun, behind so many others of single rows; return the first sum behind
+        them. first_sum: of the first one. known: whether their tokens are set, too."""
         from shard_worker.model.kernels.attention import chunk_count, sums_room
 
-        self._parameters.begin()
-        first_row = first_sum = 0
-        for number, session in enumerate(sessions):
+        first_row = before
+        for number, session in enumerate(sessions, before):
             session.caches.reserve(session.length)
             rows = len(session.token_ids)
             self._parameters.add(
@@ -245,7 +279,7 @@ class BatchRunner:
                 first_row,
                 session.base,
                 rows,
-                token_ids=session.token_ids,
+                token_ids=session.token_ids if known else (),
                 uncommitted=session.uncommitted,
                 first_sum=first_sum,
                 behind=session.behind,
@@ -259,6 +293,7 @@ class BatchRunner:
             first_sum += rows * chunk_count(session.length)
         # Kernels would write behind it.
         assert first_sum <= sums_room(self._made_with(first_row), self._longest, alone=False)
+        return first_sum
 
     def _taken_in(self, tensors: Sequence[WireTensor]) -> torch.Tensor:
         """Return the rows in page-locked memory, which the last step of the same turn has left."""

@@ -24,7 +24,7 @@ from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
 from shard_worker.model.layer_weights import ExpertsBesideWeights, ExpertsWeights
 from shard_worker.model.rows import PLAIN, SessionRows
-from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionTokens
+from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, PlacedStep, SessionTokens
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
@@ -307,12 +307,20 @@ class Stage:
         for runner in self.batch_runners:
             runner.commit_last(counts)
 
+    def place_together(self, inputs: Sequence[StepInput]) -> PlacedStep | None:
+        """Place a step of single rows that is launched later, whose tokens may not be known yet; None where nothing can
+        be done for it now."""
+        return self.batch_runners[0].place(_session_tokens(inputs, 0)) if len(self.batch_runners) == 1 else None
+
     def step_together(
-        self, inputs: Sequence[StepInput], complete: Callable[[StepParameters], None] | None = None
+        self,
+        inputs: Sequence[StepInput],
+        complete: Callable[[StepParameters], None] | None = None,
+        placed: PlacedStep | None = None,
     ) -> list[StepPart]:
         """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether
         features are wanted and steps batch-invariant. Each one's output is as of `step`; logits are there where the
-        head is. Features are added to each one's own. complete: as of `BatchRunner.run`."""
+        head is. Features are added to each one's own. complete, placed: as of `BatchRunner.run`."""
         self.cancel()
         counts = [len(one.token_ids) for one in inputs]
         token_ids = [token for one in inputs for token in one.token_ids]
@@ -320,7 +328,7 @@ class Stage:
         wanted = [one.features for one in inputs if one.features is not None]
         features = joined(wanted) if wanted else None
         if self.batch_runners:
-            output = self._run_kernels(inputs, incoming, features, complete)
+            output = self._run_kernels(inputs, incoming, features, complete, placed)
         else:
             rows = rows_from_wire(incoming, self.device) if incoming else self.embed(token_ids)
             states = [one.state for one in inputs]
@@ -346,12 +354,13 @@ class Stage:
         incoming: Sequence[WireTensor],
         features: Features | None,
         complete: Callable[[StepParameters], None] | None,
+        placed: PlacedStep | None,
     ) -> StepOutput:
         output = None
         hidden: torch.Tensor | Sequence[WireTensor] = incoming
         for index, runner in enumerate(self.batch_runners):
             sessions = _session_tokens(inputs, index)
-            output = runner.run(sessions, hidden, features, complete=complete)
+            output = runner.run(sessions, hidden, features, complete=complete, placed=placed)
             hidden = output.hidden
         assert output is not None
         for one in inputs:

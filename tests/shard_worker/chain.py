@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from services.errors import FlashsplitError
 from services.layers import LayerRange
-from services.messages.batch_frames import BatchAnswer, StepBatch
+from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, PreparedFrame, StepBatch
 from services.messages.description import FeatureTransport, HeadPlace, Role
 from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
@@ -149,12 +149,15 @@ class Lane:
 class BatchWay:
     """One end of the way of steps of several sessions, between two stages of this process.
 
-    far_end: the other end. sent: the batches that were sent from here. carries: says of each batch whether it is taken.
+    far_end: the other end. sent: the batches that were sent from here. sent_ahead: how many of
+    them were sent before anything else was made of their results. told: how many tokens were sent from here ahead of
+    their answers. carries: says of each batch whether it is taken.
     """
 
     def __init__(self, carries: Callable[[StepBatch], bool]) -> None:
         self.far_end, self._carries = self, carries
         self.sent: list[StepBatch] = []
+        self.told = self.sent_ahead = 0
         self.members: dict[int, tuple[Any, Any]] = {}
 
     @classmethod
@@ -169,10 +172,14 @@ class BatchWay:
     def leave(self, stream_id: int) -> None:
         self.members.pop(stream_id, None)
 
-    def send_steps(self, batch: StepBatch) -> bool:
+    def prepare_steps(self, steps: tuple[BatchStep, ...]) -> PreparedFrame:
+        return PreparedFrame(steps, None)
+
+    def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
         if not self._carries(batch):
             return False
         self.sent.append(batch)
+        self.sent_ahead += prepared is not None
         there = self.far_end.members
         # What is sent from page-locked memory, or from a step's own, is copied on its way.
         whole = [one for one in batch.whole_steps() if one.stream_id in there]
@@ -180,6 +187,17 @@ class BatchWay:
         if steps:
             steps[0][0][1].take_steps([(member, forward) for (member, _), forward in steps])
         return True
+
+    def send_tokens(self, tokens: BatchTokens) -> None:
+        there = self.far_end.members
+        arrived = [
+            (there[stream_id], step, token)
+            for stream_id, step, token in zip(tokens.stream_ids, tokens.steps, tokens.token_ids, strict=True)
+            if stream_id in there
+        ]
+        self.told += len(arrived)
+        if arrived:
+            arrived[0][0][1].take_tokens([(member, step, token) for (member, _), step, token in arrived])
 
     def send_answers(self, answers: Sequence[BatchAnswer]) -> bool:
         there = self.far_end.members

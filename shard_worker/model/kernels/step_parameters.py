@@ -119,7 +119,7 @@ class StepParameters:
     ) -> None:
         """pages: the most that a session has in a cache. rows: the most of a step. sessions: the most whose rows stand
         in a step; None for steps of one session alone. caches: how many with pages a session has. twins: how many steps
-        of several sessions may be launched at a time."""
+        of several sessions may be launched or begun at a time."""
         self._pages = pages
         length = FIRST_PAGE.value + caches * pages
         placed = 0 if sessions is None else 2 * rows
@@ -134,6 +134,10 @@ class StepParameters:
         self._twins = [self._make_twin(size, rows, placed, shape) for _ in range(twins)]
         self.turn = 0
         """Which of the twins the last step has."""
+        self._begun = [0] * twins
+        """How often each of them was begun."""
+        self._next = 0
+        """Which of them the last step got that was begun."""
         self._words = self._twins[0].words
 
     def _make_twin(self, size: int, rows: int, placed: int, shape: tuple[int, ...]) -> _Twin:
@@ -190,12 +194,29 @@ class StepParameters:
 
     def begin(self) -> None:
         """Take the next twin, wait for the last launch that read it, and forget all its rows."""
-        self.turn = (self.turn + 1) % len(self._twins)
+        self.turn = self._next = (self._next + 1) % len(self._twins)
         twin = self._twins[self.turn]
         self._words = twin.words
+        self._begun[self.turn] += 1
         self.wait()
         twin.placed[:] = -1
         twin.lines[:, :, (ROWS.value, COUNTED.value)] = 0
+
+    def mark(self) -> tuple[int, int]:
+        """Return by what `take_up` knows the step that was begun last."""
+        return self.turn, self._begun[self.turn]
+
+    def take_up(self, mark: tuple[int, int]) -> bool:
+        """Go on with a step that was begun before others; return False where its twin has another step by now."""
+        turn, begun = mark
+        if self._begun[turn] != begun:
+            return False
+        self.turn, self._words = turn, self._twins[turn].words
+        return True
+
+    def set_tokens(self, token_ids: Sequence[int]) -> None:
+        """Set the tokens of the step's rows, from the first one on."""
+        self._words[: len(token_ids)] = array("q", token_ids)
 
     def add(
         self,

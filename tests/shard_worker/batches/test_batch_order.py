@@ -28,8 +28,7 @@ class RecordingStage:
     def overlaps(self, rows: int) -> bool:
         return False
 
-    def step_together(self, inputs: Sequence[Any], complete: None) -> list[Any]:
-        assert complete is None
+    def step_together(self, inputs: Sequence[Any], *_: None) -> list[Any]:
         self.batches.append([given.name for given in inputs])
         return [SimpleNamespace(whole=SimpleNamespace(on_host=None), logits=None) for _ in inputs]
 
@@ -67,6 +66,12 @@ class Session:
 
     def issue_together(self, steps: Sequence[Any], outputs: Sequence[Any]) -> list[None]:
         return [None] * len(steps)
+
+    def prepare_frame(self, rows: Sequence[Any]) -> None:
+        return None
+
+    def send_ahead(self, *_: object) -> None:
+        """No stage is beside this one."""
 
     def announce(self) -> None:
         """Nobody listens."""
@@ -233,7 +238,7 @@ def test_looking_for_results_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduled, looks, on_host = Scheduled(chain_length=2), iter(range(9)), SimpleNamespace(there=False)
     whole = SimpleNamespace(on_host=on_host, argmax=None)
 
-    def launch(inputs: Sequence[Any], complete: None) -> list[Any]:
+    def launch(inputs: Sequence[Any], *_: None) -> list[Any]:
         scheduled.stage.batches.append([given.name for given in inputs])
         return [SimpleNamespace(whole=whole, logits=None) for _ in inputs]
 

@@ -184,6 +184,9 @@ async def test_prepared_steps_begin_as_they_come(
             break
     else:
         pytest.fail(f"sessions whose steps began as they came, on each stage: {[*map(max, begun.values())]}")
+    for upper, lower in chain.directory.batch_ways.values():
+        assert upper.sent_ahead
+        assert lower.told
     # Nothing of sessions that are closed is held.
     for role in chain.roles:
         await role.resources.thread.submit(int)

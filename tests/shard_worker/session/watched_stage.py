@@ -11,6 +11,7 @@ import torch
 from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.roles.target.role import TargetRole
+from shard_worker.stage.batch_runner import PlacedStep
 from shard_worker.stage.stage import Stage, StageState, StepInput
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 
@@ -77,13 +78,16 @@ class WatchedStage(Stage):
         return super().overlaps(rows) if self.looks is None else True
 
     def step_together(
-        self, inputs: Sequence[StepInput], complete: Callable[[Any], None] | None = None
+        self,
+        inputs: Sequence[StepInput],
+        complete: Callable[[Any], None] | None = None,
+        placed: PlacedStep | None = None,
     ) -> list[StepPart]:
         self.before_together(inputs)
         if self.looks is not None:
             return self._step_with_late_results(inputs, self.looks)
         if self.behind is None:
-            return super().step_together(inputs, complete)
+            return super().step_together(inputs, complete, placed)
         known = [
             given
             if given.behind is not None

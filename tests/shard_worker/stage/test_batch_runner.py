@@ -178,3 +178,35 @@ def test_a_prompt_is_the_same_in_any_chunks_beside_anything(tiny: Tiny, name: st
         before = among.recurrent.taps - 1
         assert_equal(among.recurrent.state, alone.recurrent.state)
         assert_equal(among.recurrent.conv[:, :before], alone.recurrent.conv[:, :before])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@torch.inference_mode()
+def test_steps_that_are_placed_before_their_tokens_are_known(tiny: Tiny, name: str) -> None:
+    """Launched late, with others behind them, or never: as if nothing had been placed. What stood in a step that was
+    never launched is in no later one; the first stage looks up the unused rows as well."""
+    stage = load(tiny, name)
+    [segment] = stage.segments
+    runner = BatchRunner(segment, stage.embedding, None, graphs=ON_GPU)
+    draw = random.Random(name)
+    count = 20 if ON_GPU else 3
+    sessions = [Session(ids(60, seed=one), segment.allocate(60, 1), segment.allocate(60, 1)) for one in range(count)]
+
+    def rows(chosen: Sequence[Session], caches: str, *, known: bool = True) -> list[SessionTokens]:
+        return [
+            SessionTokens(one.length, (one.tokens[one.length] if known else -1,), getattr(one, caches))
+            for one in chosen
+        ]
+
+    for _ in range(12 if ON_GPU else 3):
+        chosen = draw.sample(sessions, draw.randint(2, count))
+        before = draw.randint(1, len(chosen))
+        placed = [runner.place(rows(chosen[:before], "among", known=False)) for _ in range(draw.choice((1, 2)))][0]
+        for _ in range(draw.randint(0, 4)):
+            runner.place(rows(sessions, "alone", known=False))
+        one = runner.run(rows(chosen, "among"), (), None, placed=placed).hidden.clone()
+        other = runner.run(rows(chosen, "alone"), (), None).hidden.clone()
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other)
+        for session in chosen:
+            session.length += 1

@@ -67,13 +67,15 @@ class SharedOpened(_message.Message):
     def __init__(self, link_id: _Optional[int] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., socket: _Optional[str] = ..., step_socket: _Optional[str] = ...) -> None: ...
 
 class FrameLane(_message.Message):
-    __slots__ = ("link_id", "stream_id", "steps", "batches")
+    __slots__ = ("link_id", "stream_id", "steps", "batches", "tokens")
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     link_id: int
     stream_id: int
     steps: bool
     batches: bool
-    def __init__(self, link_id: _Optional[int] = ..., stream_id: _Optional[int] = ..., steps: _Optional[bool] = ..., batches: _Optional[bool] = ...) -> None: ...
+    tokens: bool
+    def __init__(self, link_id: _Optional[int] = ..., stream_id: _Optional[int] = ..., steps: _Optional[bool] = ..., batches: _Optional[bool] = ..., tokens: _Optional[bool] = ...) -> None: ...

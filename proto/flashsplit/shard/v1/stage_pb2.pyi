@@ -251,6 +251,16 @@ class BatchAnswers(_message.Message):
     batches_read: int
     def __init__(self, answers: _Optional[_Iterable[_Union[BatchAnswer, _Mapping]]] = ..., batches_read: _Optional[int] = ...) -> None: ...
 
+class BatchTokens(_message.Message):
+    __slots__ = ("stream_ids", "steps", "token_ids")
+    STREAM_IDS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    stream_ids: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class FeatureSlice(_message.Message):
     __slots__ = ("capture_index", "start_position", "features")
     CAPTURE_INDEX_FIELD_NUMBER: _ClassVar[int]

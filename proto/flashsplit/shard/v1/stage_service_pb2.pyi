@@ -70,7 +70,7 @@ class RunStageRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ..., snapshot_save: _Optional[_Union[_snapshot_pb2.SnapshotSave, _Mapping]] = ..., snapshot_restore: _Optional[_Union[_snapshot_pb2.SnapshotRestore, _Mapping]] = ..., step_features: _Optional[_Union[_stage_pb2.StepFeatures, _Mapping]] = ..., step_batch: _Optional[_Union[_stage_pb2.StepBatch, _Mapping]] = ..., step_limit: _Optional[_Union[_stage_pb2.StepLimit, _Mapping]] = ...) -> None: ...
 
 class RunStageResponse(_message.Message):
-    __slots__ = ("opened", "commit", "proposal", "failure", "snapshot_saved", "snapshot_restored", "batch_answers")
+    __slots__ = ("opened", "commit", "proposal", "failure", "snapshot_saved", "snapshot_restored", "batch_answers", "batch_tokens")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class RunStageResponse(_message.Message):
     SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_RESTORED_FIELD_NUMBER: _ClassVar[int]
     BATCH_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     opened: _stage_pb2.Opened
     commit: _stage_pb2.Commit
     proposal: _stage_pb2.Proposal
@@ -85,4 +86,5 @@ class RunStageResponse(_message.Message):
     snapshot_saved: _snapshot_pb2.SnapshotSaved
     snapshot_restored: _snapshot_pb2.SnapshotRestored
     batch_answers: _stage_pb2.BatchAnswers
-    def __init__(self, opened: _Optional[_Union[_stage_pb2.Opened, _Mapping]] = ..., commit: _Optional[_Union[_stage_pb2.Commit, _Mapping]] = ..., proposal: _Optional[_Union[_stage_pb2.Proposal, _Mapping]] = ..., failure: _Optional[_Union[_failure_pb2.Failure, _Mapping]] = ..., snapshot_saved: _Optional[_Union[_snapshot_pb2.SnapshotSaved, _Mapping]] = ..., snapshot_restored: _Optional[_Union[_snapshot_pb2.SnapshotRestored, _Mapping]] = ..., batch_answers: _Optional[_Union[_stage_pb2.BatchAnswers, _Mapping]] = ...) -> None: ...
+    batch_tokens: _stage_pb2.BatchTokens
+    def __init__(self, opened: _Optional[_Union[_stage_pb2.Opened, _Mapping]] = ..., commit: _Optional[_Union[_stage_pb2.Commit, _Mapping]] = ..., proposal: _Optional[_Union[_stage_pb2.Proposal, _Mapping]] = ..., failure: _Optional[_Union[_failure_pb2.Failure, _Mapping]] = ..., snapshot_saved: _Optional[_Union[_snapshot_pb2.SnapshotSaved, _Mapping]] = ..., snapshot_restored: _Optional[_Union[_snapshot_pb2.SnapshotRestored, _Mapping]] = ..., batch_answers: _Optional[_Union[_stage_pb2.BatchAnswers, _Mapping]] = ..., batch_tokens: _Optional[_Union[_stage_pb2.BatchTokens, _Mapping]] = ...) -> None: ...
