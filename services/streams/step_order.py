@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.errors import FailedPrecondition
 from services.messages.batch_frames import BatchAnswer
 from services.messages.steps import Commit, Event, Proposal
+
+MOST_EARLY = 1024
+"""How many steps an answer may be ahead of its turn: many times as many as may be under way."""
 
 
 class StepOrder:
@@ -21,7 +25,10 @@ class StepOrder:
         """What has come before its turn, by its step."""
 
     def add(self, event: Event | BatchAnswer) -> Sequence[Event]:
-        """Take an event, or an answer that came with those of other sessions; return all events whose turn it is."""
+        """Take an event, or an answer that came with those of other sessions; return all events whose turn it is.
+
+        Raises FailedPrecondition for an answer to a step that was answered before, or that cannot have begun.
+        """
         came: Sequence[Commit | Proposal]
         if isinstance(event, BatchAnswer):
             came = (event.commit,) if event.proposal is None else (event.commit, event.proposal)
@@ -31,6 +38,12 @@ class StepOrder:
             # What is no answer to a step is said when none is under way, or ends the session.
             return (event,)
         step = came[0].step
+        if isinstance(came[0], Commit) and not self._step <= step <= self._step + MOST_EARLY:
+            raise FailedPrecondition(
+                f"step {step} is answered, and the next one to be answered is {self._step}",
+                reason="OUT_OF_STEP",
+                field="step",
+            )
         is_due = step == self._step and not self._proposal_due if isinstance(came[0], Commit) else step < self._step
         if not is_due:
             self._early.setdefault(step, []).extend(came)

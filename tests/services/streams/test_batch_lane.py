@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services.errors import FlashsplitError
-from services.messages.batch_frames import BatchAnswer, BatchStep, StepBatch
+from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, StepBatch
 from services.messages.frames import TensorLimits
 from services.messages.steps import (
     Commit,
@@ -44,6 +45,7 @@ class End:
         self.watcher = watcher
         self.steps: list[Sequence[tuple[str, Forward]]] = []
         self.answers: list[Sequence[tuple[str, BatchAnswer]]] = []
+        self.tokens: list[Sequence[tuple[str, int, int]]] = []
         self.failed: list[tuple[Sequence[str], FlashsplitError]] = []
         for stream_id in (1, 2, 3):
             self.lane.join(stream_id, f"session {stream_id}", self, TensorLimits(4 * PIECE_BYTES, 2))
@@ -53,6 +55,9 @@ class End:
 
     def take_answers(self, answers: Sequence[tuple[str, BatchAnswer]]) -> None:
         self.answers.append(answers)
+
+    def take_tokens(self, tokens: Sequence[tuple[str, int, int]]) -> None:
+        self.tokens.append(tokens)
 
     def fail(self, members: Sequence[str], error: FlashsplitError) -> None:
         self.failed.append((members, error))
@@ -107,11 +112,13 @@ def expected(sent: StepBatch) -> list[tuple[str, Forward]]:
 
 
 @pytest.mark.parametrize("columns", [1, 64, INLINE_BYTES // 10, PIECE_BYTES // 10, PIECE_BYTES // 8])
-async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int) -> None:
-    """Within the packet, in shared memory, and in several pieces there."""
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int, prepared: bool) -> None:
+    """Within the packet, in shared memory, and in several pieces there, whether its frame was prepared or not."""
     above, below = ends
     sent = batch(columns)
-    assert above.call(lambda: above.lane.send_steps(sent))
+    frame = above.lane.prepare_steps(sent.steps) if prepared else None
+    assert above.call(lambda: above.lane.send_steps(sent, frame))
     await until(lambda: bool(below.steps or below.failed))
     assert below.failed == []
     assert [[*one] for one in below.steps] == [expected(sent)]
@@ -165,6 +172,38 @@ async def test_who_has_left_is_passed_over(ends: tuple[End, End]) -> None:
     assert above.call(lambda: above.lane.send_steps(sent))
     await until(lambda: [*below.steps[-1]] == [expected(sent)[0]])
     assert below.failed == []
+
+
+async def test_tokens_come_before_their_answers(ends: tuple[End, End]) -> None:
+    """To an end that takes such, but for those of sessions that have left; to no other."""
+    above, below = ends
+    tokens = BatchTokens((1, 2, 3), (7, 12, 1), (9, 8, 151935))
+
+    def send() -> bool:
+        below.lane.send_tokens(tokens)
+        return below.lane.send_answers([answer(2)])
+
+    assert below.call(send)
+    below.lane.takes_tokens = True
+    above.lane.leave(1)
+    assert below.call(send)
+    await until(lambda: len(above.answers) == 2)
+    assert [[*one] for one in above.tokens] == [[("session 2", 12, 8), ("session 3", 1, 151935)]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stream_ids": [1, 2]}, {"steps": [7]}, {"token_ids": [9, 8]}], ids=["stream_ids", "steps", "token_ids"]
+)
+async def test_tokens_that_are_nobodys(chain: LaneChain, ends: tuple[End, End], fields: dict[str, list[int]]) -> None:
+    """Lists of unlike lengths end the sessions."""
+    above, below = ends
+    message = stage_pb2.BatchTokens(**{"stream_ids": [1, 2, 3], "steps": [7, 12, 1], "token_ids": [9, 8, 7], **fields})
+    socket = chain.below.link.step_socket
+    assert socket is not None
+    assert below.call(lambda: socket.send(STREAM_ID, pb.RunStageResponse(batch_tokens=message).SerializeToString()))
+    await until(lambda: bool(above.failed))
+    assert "they have equally many" in above.failed[0][1].message
+    assert above.tokens == []
 
 
 @pytest.mark.parametrize("packet", [b"\xff\xff\xff", b""])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, strategies as st
 
+from services.errors import FailedPrecondition
 from services.messages.batch_frames import BatchAnswer
 from services.messages.steps import Commit, Event, Proposal, SnapshotRestored, StageTiming
-from services.streams.step_order import StepOrder
+from services.streams.step_order import MOST_EARLY, StepOrder
 
 RESTORED = SnapshotRestored("1" * 32, 5, ())
 
@@ -50,3 +52,14 @@ def test_what_was_not_announced() -> None:
     assert order.add(commit(0, asks=False)) == (commit(0, asks=False),)
     assert order.add(proposal(0)) == (proposal(0),)
     assert order.add(commit(1, asks=False)) == (commit(1, asks=False),)
+
+
+@pytest.mark.parametrize("step", [0, 1, MOST_EARLY + 3])
+def test_steps_that_cannot_be_answered_now(step: int) -> None:
+    """An answer that comes twice, or to a step far ahead, is none to wait for."""
+    order = StepOrder()
+    for number in (0, 1):
+        order.add(commit(number, asks=False))
+    with pytest.raises(FailedPrecondition, match=f"step {step} is answered, and the next one to be answered is 2"):
+        order.add(BatchAnswer(0, commit(step, asks=False)))
+    assert order.add(commit(2, asks=False)) == (commit(2, asks=False),)
