@@ -23,6 +23,7 @@ from services.messages.batch_frames import BatchAnswer, PreparedFrame
 from services.messages.frames import TensorLimits
 from services.messages.steps import Commit, Forward, OpenSession, Proposal, StepKind
 from services.messages.tensors import WireTensor
+from services.model.config import LayerKind
 from services.streams.batch_members import BatchMembers
 from services.streams.step_lane import StepLane
 from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
@@ -99,6 +100,10 @@ class DeviceSession(ABC):
         """Whether the last step came together with others, and is answered with them."""
         self._came_together = -1
         """The last step that came so, whether it was computed or not."""
+        recurrent = LayerKind.LINEAR in host.stage.config.layer_kinds
+        self._told_in_stream = request.rest is not None and recurrent
+        """Whether the coordinator has to hear of each token before it can hear of a stage that is lost: what rests of
+        recurrent layers cannot be cut back to the tokens that it knows."""
         self._sent_ahead = -1
         """The last step that was sent on before anything else was made of its results."""
         self.limits = StepLimits()
@@ -213,7 +218,8 @@ class DeviceSession(ABC):
     def _tells_caller(self) -> bool:
         """Whether the coordinator takes answers from the device thread. Those behind which no step follows by itself
         are the event loop's in any case, which counts how many are unread."""
-        return self._lanes.caller is not None and self._lanes.caller.batches is not None
+        caller = self._lanes.caller
+        return caller is not None and caller.batches is not None and not self._told_in_stream
 
     @property
     def chain_length(self) -> int:

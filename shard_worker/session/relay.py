@@ -554,6 +554,8 @@ class RelayDeviceSession(DeviceSession):
     def row_behind(self, step: int, token: int) -> Forward | None:
         """Return the step that follows one by itself, on the first stage, whose answer is still to come; None where
         none does. token: what that one came to."""
+        if self._told_in_stream:
+            return None
         passed = self._passed[-1] if self._passed and self._begun is None else None
         if passed is None or passed.step != step or passed.kind is not StepKind.DECODE or passed.propose_tokens:
             return None
