@@ -445,6 +445,11 @@ class RemoteStage:
                 step_lane = None
             elif step_lane is not None and not response.opened.batches:
                 step_lane.batches = None
+            if answers and step_lane is not None and (lane is None or not stream.uses_lane(lane)):
+                # Answers would come on a way that cannot be read in one order with the stream.
+                raise Unavailable("the socket for the session's frames broke", reason="LANE_BROKEN").located(
+                    **stream.where
+                )
             # A first stage knows by itself how its session ends.
             resting_id = request.rest.session_id if request.rest is not None and request.stage else None
             forget = None if resting_id is None else functools.partial(self.forget, resting_id)
