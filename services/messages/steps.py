@@ -165,14 +165,14 @@ class Forward:
 
     def is_like(self, other: Forward) -> bool:
         """Return whether both ask for the same of as many rows, whatever tokens these have, wherever they begin, and
-        however many steps follow."""
+        however many steps follow. Without an activation this one has that of the rows that came with it."""
         return (
             self.step == other.step
             and self.kind is other.kind
             and len(self.token_ids) == len(other.token_ids)
             and self.propose_tokens == other.propose_tokens
             and self.least_accepted == other.least_accepted
-            and self.activation == other.activation
+            and self.activation in (None, other.activation)
             and self.features == other.features
         )
 

@@ -382,7 +382,10 @@ class RemoteBatches:
 class _Answers:
     """Puts answers to steps of several sessions into the streams of these, as a `BatchListener`."""
 
-    def take_steps(self, steps: Sequence[tuple[ClientStream, Forward]]) -> None:
+    def before_reading(self) -> None:
+        """Do nothing."""
+
+    def take_steps(self, *_: object) -> None:
         raise AssertionError("steps go down the chain, and here is its end above")
 
     def take_answers(self, answers: Sequence[tuple[ClientStream, BatchAnswer]]) -> None:

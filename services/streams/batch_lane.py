@@ -102,6 +102,7 @@ class BatchLane(BatchMembers[MemberT]):
 
     def _take(self, packet: memoryview) -> None:
         try:
+            self.before_reading()
             if self._above:
                 self._take_answers(_parsed(pb.RunStageResponse, packet))
             else:

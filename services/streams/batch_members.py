@@ -11,6 +11,7 @@ from services.errors import FlashsplitError
 from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, PreparedFrame, StepBatch
 from services.messages.frames import NO_TENSORS, TensorLimits
 from services.messages.steps import Forward
+from services.messages.tensors import WireTensor
 
 MemberT = TypeVar("MemberT")
 MemberT_contra = TypeVar("MemberT_contra", contravariant=True)
@@ -19,8 +20,20 @@ MemberT_contra = TypeVar("MemberT_contra", contravariant=True)
 class BatchListener(Protocol[MemberT_contra]):
     """Who takes what comes for sessions that were together, in the order in which it stands in the frame."""
 
-    def take_steps(self, steps: Sequence[tuple[MemberT_contra, Forward]]) -> None:
-        """Take the steps of a batch, at the end below."""
+    def before_reading(self) -> None:
+        """Do what is to be done before a frame that has come is read."""
+
+    def take_steps(
+        self,
+        steps: Iterable[tuple[MemberT_contra, Forward]],
+        bare: Sequence[tuple[MemberT_contra, Forward]] = (),
+        activation: WireTensor | None = None,
+    ) -> None:
+        """Take the steps of a batch, at the end below. They are made as they are asked for.
+
+        bare: the same steps without tensors, by which single rows that need no others than `activation`, that of all
+        of them, can be begun before; none where that cannot be.
+        """
 
     def take_answers(self, answers: Sequence[tuple[MemberT_contra, BatchAnswer]]) -> None:
         """Take answers to steps of batches, at the end above."""
@@ -85,11 +98,25 @@ class BatchMembers(ABC, Generic[MemberT]):
         largest = self._largest
         return TensorLimits(len(message.steps) * largest.max_tensor_bytes, largest.max_feature_slices)
 
+    def before_reading(self) -> None:
+        """Say that a frame has come and is about to be read."""
+        for _, listener in [*self._members.values()][:1]:
+            listener.before_reading()
+
     def take_batch(self, batch: StepBatch) -> None:
         """Hand over the steps of a batch, but for those of sessions that are over here."""
-        steps = [(member, one) for one in batch.whole_steps() if (member := self._members.get(one.stream_id))]
-        for (_, listener), _ in steps[:1]:
-            listener.take_steps([(member, one.forward) for (member, _), one in steps])
+        members = [self._members.get(step.stream_id) for step in batch.steps]
+        known = [one for one in members if one is not None]
+        if not known:
+            return
+        whole = zip(members, batch.whole_steps(), strict=True)
+        steps = ((one[0], step.forward) for one, step in whole if one is not None)
+        if len(known) < len(members) or batch.features:
+            known[0][1].take_steps(steps)
+            return
+        # What is to be known of each takes as long as a layer.
+        bare = [(member, step.forward) for (member, _), step in zip(known, batch.steps, strict=True)]
+        known[0][1].take_steps(steps, bare, batch.activation)
 
     def take_answers(self, answers: Iterable[BatchAnswer]) -> None:
         """Hand over answers."""

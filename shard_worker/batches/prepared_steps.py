@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.messages.steps import Forward
+from services.messages.tensors import WireTensor
 from shard_worker.batches.stepping import BatchRow, SteppingSession
 from shard_worker.stage.batch_runner import PlacedStep
 
@@ -40,18 +41,30 @@ class PreparedSteps:
         if prepared is not None:
             self._batches[prepared.rows[0].session] = prepared
 
-    def take(self, steps: Sequence[tuple[SteppingSession, Forward]]) -> PreparedBatch | None:
+    def take(
+        self, steps: Sequence[tuple[SteppingSession, Forward]], activation: WireTensor | None = None
+    ) -> PreparedBatch | None:
         """Take out what was prepared for steps that have come, and return it with what came: None where it is not for
-        these, all of them and in their order."""
+        these, all of them and in their order. activation: of all rows, where the steps have none of their own."""
         prepared = self._batches.pop(steps[0][0], None) if steps else None
         if prepared is None or len(prepared.rows) != len(steps):
             return None
+        if activation is not None and activation.shape[0] != len(steps):
+            return None
         rows: list[BatchRow] = []
+        left = activation
         for row, (session, came) in zip(prepared.rows, steps, strict=True):
-            if row.session is not session or not session.is_prepared(row.forward, came):
+            hidden = came.activation if activation is None else activation
+            if row.session is not session or not session.is_prepared(row.forward, came, hidden):
                 return None
-            forward = row.forward if came.activation is None else came
-            rows.append(BatchRow(row.session, forward, row.given.with_tokens(came.token_ids, came.activation), None))
+            if activation is None:
+                left = came.activation
+                if left is not None and left.shape[0] != 1:
+                    return None
+            # The first one is given all rows, which lie side by side, and the others none.
+            given = row.given.with_tokens(came.token_ids, left)
+            rows.append(BatchRow(row.session, row.forward if hidden is None else came, given, None))
+            left = None
         return PreparedBatch(rows, prepared.placed)
 
     def forget(self, session: SteppingSession) -> None:

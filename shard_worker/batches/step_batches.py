@@ -20,6 +20,7 @@ from services.errors import FlashsplitError
 from services.messages.batch_frames import PreparedFrame
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward, StepKind
+from services.messages.tensors import WireTensor
 from shard_worker.batches.batches_away import BatchesAway
 from shard_worker.batches.prepared_steps import PreparedBatch, PreparedSteps
 from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
@@ -459,7 +460,9 @@ class StepBatches:
                 return
             self._behind = self._launch(rows, errors)
         if launched.is_looked_for:
-            self._thread.about_to_wait()
+            # One thing at a time: results may be there behind each.
+            if not self._thread.do_next_put_off():
+                self._thread.about_to_wait()
         else:
             self._settle_first(errors)
 
@@ -492,11 +495,14 @@ class StepBatches:
         self._away.forget(session)
         self._prepared.forget(session)
 
-    def begin_prepared(self, steps: Sequence[tuple[SteppingSession, Forward]]) -> None:
+    def begin_prepared(
+        self, steps: Sequence[tuple[SteppingSession, Forward]], activation: WireTensor | None = None
+    ) -> None:
         """Launch steps that have come, if they are those that were prepared: before all that is to be done for them, up
         to `add` or `add_together`. Steps that wait join them as they join others. Does nothing where the device is not
-        free for them, or something else is to be computed before; on the device thread."""
-        prepared = self._prepared.take(steps)
+        free for them, or something else is to be computed before; on the device thread. activation: of all rows, where
+        the steps have none of their own."""
+        prepared = self._prepared.take(steps, activation)
         free = self._launched is None or (self._behind is None and self._may_go_on())
         if prepared is None or not free or self._waiting.has_alone:
             return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from services.messages.batch_frames import PreparedFrame
 from services.messages.steps import Forward
+from services.messages.tensors import WireTensor
 from services.records import record
 from shard_worker.sampling.drawing import Draw
 from shard_worker.sampling.verifier import ComputedStep
@@ -57,9 +58,10 @@ class SteppingSession(Protocol):
         """Take the memory for a step that follows, of single rows, and return these without what is not known yet.
         Raises as `begin`."""
 
-    def is_prepared(self, forward: Forward, came: Forward) -> bool:
+    def is_prepared(self, forward: Forward, came: Forward, activation: WireTensor | None) -> bool:
         """Return whether a step that has come is the one that was prepared, with all that the device needs of it, so
-        that it need not be checked again. forward: as of `following`."""
+        that it need not be checked again. forward: as of `following`. activation: has the step's row, and maybe those
+        of others."""
 
     def begin_prepared(self, forward: Forward) -> None:
         """Count a step that was prepared and is about to be computed."""

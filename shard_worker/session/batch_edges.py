@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, StepBatch
 from services.messages.steps import Commit, Forward, StepKind
+from services.messages.tensors import WireTensor
 from services.streams.batch_members import BatchMembers
 from shard_worker.batches.step_batches import StepBatches
 from shard_worker.batches.stepping import WaitingStep
@@ -124,9 +125,20 @@ class BatchEdges:
 
     # --- what comes
 
-    def take_steps(self, steps: Sequence[tuple[DeviceSession, Forward]]) -> None:
-        """Have the steps of a batch computed together, behind the jobs that wait."""
-        self._now(self._compute, steps, time.monotonic_ns())
+    def before_reading(self) -> None:
+        """Read results that are there: what the stage beside waits for takes less time than to read what has come and
+        to launch what follows."""
+        self._now(self._batches.settle_first)
+
+    def take_steps(
+        self,
+        steps: Iterable[tuple[DeviceSession, Forward]],
+        bare: Sequence[tuple[DeviceSession, Forward]] = (),
+        activation: WireTensor | None = None,
+    ) -> None:
+        """Have the steps of a batch computed together, behind the jobs that wait; those that were prepared begin before
+        all that is said of them is taken up."""
+        self._now(self._compute, steps, bare, activation, time.monotonic_ns())
 
     def take_answers(self, answers: Sequence[tuple[RelayDeviceSession, BatchAnswer]]) -> None:
         """Let the sessions go on behind steps that were answered."""
@@ -134,8 +146,6 @@ class BatchEdges:
 
     def take_tokens(self, tokens: Sequence[tuple[RelayDeviceSession, int, int]]) -> None:
         """Let the sessions go on behind steps whose answers are still to come."""
-        # What the next stage waits for takes less time than to launch what follows.
-        self._now(self._batches.settle_first)
         self._now(self._go_on_ahead, tokens)
 
     def fail(self, members: Sequence[DeviceSession], error: FlashsplitError) -> None:
@@ -146,8 +156,14 @@ class BatchEdges:
         # Where no job waits there is none that this may not overtake.
         self._thread.step_now(functools.partial(job, *args), begun=not self._thread.has_jobs)
 
-    def _compute(self, steps: Sequence[tuple[DeviceSession, Forward]], arrived_ns: int) -> None:
-        self._batches.begin_prepared(steps)
+    def _compute(
+        self,
+        steps: Iterable[tuple[DeviceSession, Forward]],
+        bare: Sequence[tuple[DeviceSession, Forward]],
+        activation: WireTensor | None,
+        arrived_ns: int,
+    ) -> None:
+        self._batches.begin_prepared(bare, activation)
         waiting: list[WaitingStep] = []
         for session, forward in steps:
             try:

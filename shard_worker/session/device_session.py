@@ -348,9 +348,10 @@ class DeviceSession(ABC):
         self._stage.reserve(state, len(forward.token_ids))
         return StepInput(self._stage, state, forward.token_ids, None, False, forward.activation)
 
-    def is_prepared(self, forward: Forward, came: Forward) -> bool:
+    def is_prepared(self, forward: Forward, came: Forward, activation: WireTensor | None) -> bool:
         """Return whether a step that has come is the one that was prepared, with all that the device needs of it, so
-        that it need not be checked again. forward: as of `following`."""
+        that it need not be checked again. forward: as of `following`. activation: has the step's row, and maybe those
+        of others."""
         state = self._progress.state
         if state is None or state.pending or not forward.step == came.step == self._progress.step + 1:
             return False
@@ -358,9 +359,9 @@ class DeviceSession(ABC):
             return False
         if came.kind is not forward.kind or came.features:
             return False
-        expected = None if self.is_first else (dtype_to_name(self._stage.dtype), (1, self._stage.config.hidden_size))
-        activation = None if came.activation is None else (came.activation.dtype, came.activation.shape)
-        return activation == expected and came.token_ids[0] < self._stage.config.vocab_size
+        expected = None if self.is_first else (dtype_to_name(self._stage.dtype), (self._stage.config.hidden_size,))
+        found = None if activation is None else (activation.dtype, activation.shape[1:])
+        return found == expected and came.token_ids[0] < self._stage.config.vocab_size
 
     def begin_prepared(self, forward: Forward) -> None:
         """Count a step that is about to be computed."""

@@ -29,6 +29,7 @@ from services.messages.steps import (
     SnapshotSaved,
     StepKind,
 )
+from services.messages.tensors import WireTensor
 from services.rpc.stage import StageSession
 from services.streams.batch_members import BatchMembers
 from shard_worker.batches.stepping import BatchRow
@@ -614,9 +615,9 @@ class RelayDeviceSession(DeviceSession):
         pressing = self.is_first and not told
         self._events.put(self._handle, StepAnswered(commit, proposal, told), pressing=pressing)
 
-    def is_prepared(self, forward: Forward, came: Forward) -> bool:
+    def is_prepared(self, forward: Forward, came: Forward, activation: WireTensor | None) -> bool:
         ends = self.is_first and came.token_ids and came.token_ids[-1] in self._request.stop_token_ids
-        return not ends and super().is_prepared(forward, came)
+        return not ends and super().is_prepared(forward, came, activation)
 
     def _following(self, commit: Commit, proposal: Proposal | None) -> Forward | None:
         """Return the step that follows by itself, None where none does."""

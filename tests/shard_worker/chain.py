@@ -184,8 +184,16 @@ class BatchWay:
         # What is sent from page-locked memory, or from a step's own, is copied on its way.
         whole = [one for one in batch.whole_steps() if one.stream_id in there]
         steps = [(there[one.stream_id], one.forward.with_own_memory()) for one in whole]
-        if steps:
-            steps[0][0][1].take_steps([(member, forward) for (member, _), forward in steps])
+        if not steps:
+            return True
+        steps[0][0][1].before_reading()
+        taken = [(member, forward) for (member, _), forward in steps]
+        if len(steps) < len(batch.steps) or batch.features:
+            steps[0][0][1].take_steps(taken)
+        else:
+            bare = [(member, forward.with_rows(None, ())) for member, forward in taken]
+            activation = replace(batch.activation, data=bytes(batch.activation.data))
+            steps[0][0][1].take_steps(taken, bare, activation)
         return True
 
     def send_tokens(self, tokens: BatchTokens) -> None:
@@ -197,12 +205,14 @@ class BatchWay:
         ]
         self.told += len(arrived)
         if arrived:
+            arrived[0][0][1].before_reading()
             arrived[0][0][1].take_tokens([(member, step, token) for (member, _), step, token in arrived])
 
     def send_answers(self, answers: Sequence[BatchAnswer]) -> bool:
         there = self.far_end.members
         arrived = [(there[one.stream_id], one) for one in answers if one.stream_id in there]
         if arrived:
+            arrived[0][0][1].before_reading()
             arrived[0][0][1].take_answers([(member, one) for (member, _), one in arrived])
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -36,7 +36,8 @@ STEPS = (
 
 
 class End:
-    """One end, with three sessions on it. steps, answers: what came for them. failed: who was ended."""
+    """One end, with three sessions on it. steps, answers, tokens: what came for them. failed: who was ended. read: how
+    many frames were about to be read. bare: how many batches could be begun before their steps were taken apart."""
 
     def __init__(self, link: SharedLink, watcher: ThreadWatcher, *, above: bool) -> None:
         assert link.step_socket is not None
@@ -47,11 +48,30 @@ class End:
         self.answers: list[Sequence[tuple[str, BatchAnswer]]] = []
         self.tokens: list[Sequence[tuple[str, int, int]]] = []
         self.failed: list[tuple[Sequence[str], FlashsplitError]] = []
+        self.read = self.bare = 0
         for stream_id in (1, 2, 3):
             self.lane.join(stream_id, f"session {stream_id}", self, TensorLimits(4 * PIECE_BYTES, 2))
 
-    def take_steps(self, steps: Sequence[tuple[str, Forward]]) -> None:
-        self.steps.append(steps)
+    def before_reading(self) -> None:
+        self.read += 1
+
+    def take_steps(
+        self,
+        steps: Iterable[tuple[str, Forward]],
+        bare: Sequence[tuple[str, Forward]] = (),
+        activation: WireTensor | None = None,
+    ) -> None:
+        # Frames are told of before they are read, also those that bring nothing.
+        assert self.read > len(self.steps) + len(self.answers) + len(self.tokens)
+        whole = [*steps]
+        self.steps.append(whole)
+        if activation is None:
+            assert not bare
+            return
+        assert [(member, forward.with_rows(None, ())) for member, forward in whole] == [*bare]
+        pieces = [forward.activation for _, forward in whole]
+        assert b"".join(bytes(piece.data) for piece in pieces if piece is not None) == bytes(activation.data)
+        self.bare += 1
 
     def take_answers(self, answers: Sequence[tuple[str, BatchAnswer]]) -> None:
         self.answers.append(answers)
@@ -112,16 +132,17 @@ def expected(sent: StepBatch) -> list[tuple[str, Forward]]:
 
 
 @pytest.mark.parametrize("columns", [1, 64, INLINE_BYTES // 10, PIECE_BYTES // 10, PIECE_BYTES // 8])
-@pytest.mark.parametrize("prepared", [False, True])
-async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int, prepared: bool) -> None:
+@pytest.mark.parametrize(("prepared", "slices"), [(False, 1), (True, 1), (True, 0)])
+async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int, prepared: bool, slices: int) -> None:
     """Within the packet, in shared memory, and in several pieces there, whether its frame was prepared or not."""
     above, below = ends
-    sent = batch(columns)
+    sent = batch(columns, slices=slices)
     frame = above.lane.prepare_steps(sent.steps) if prepared else None
     assert above.call(lambda: above.lane.send_steps(sent, frame))
     await until(lambda: bool(below.steps or below.failed))
     assert below.failed == []
     assert [[*one] for one in below.steps] == [expected(sent)]
+    assert below.bare == (not slices)
     assert below.call(lambda: below.lane.send_answers([answer(1), answer(2)]))
     await until(lambda: bool(above.answers))
     assert [[*one] for one in above.answers] == [[("session 1", answer(1)), ("session 2", answer(2))]]

@@ -144,8 +144,8 @@ async def test_prepared_steps_begin_as_they_come(
     begun: dict[StepBatches, list[int]] = {}
     begin_prepared = StepBatches.begin_prepared
 
-    def noting(batches: StepBatches, steps: Sequence[Any]) -> None:
-        begin_prepared(batches, steps)
+    def noting(batches: StepBatches, steps: Sequence[Any], *args: Any) -> None:
+        begin_prepared(batches, steps, *args)
         if batches._expected:
             begun.setdefault(batches, []).append(len(batches._expected))
 
