@@ -70,15 +70,22 @@ class _Launched:
         return self.outputs[0].whole
 
     @property
+    def is_featured(self) -> bool:
+        """Whether drafts want features of its rows."""
+        return any(row.given.features is not None for row in self.rows)
+
+    @property
     def is_there(self) -> bool:
-        """Whether the results are known to be there."""
-        return self.results.on_host is not None and self.results.on_host.there
+        """Whether the results are known to be there, and what was issued with them."""
+        issued = next((block for block in self.issued if block is not None), None)
+        return self.results.on_host is not None and self.results.on_host.there and (issued is None or issued.there)
 
     @property
     def is_looked_for(self) -> bool:
         """Whether the results are not there, and it makes sense to do something else until they are."""
-        on_host, age_ns = self.results.on_host, time.monotonic_ns() - self.started_ns
-        return on_host is not None and not on_host.there and age_ns < LOOKS_S * 1e9 and looks_without_sleep()
+        age_ns = time.monotonic_ns() - self.started_ns
+        may_look = self.results.on_host is not None and age_ns < LOOKS_S * 1e9 and looks_without_sleep()
+        return may_look and not self.is_there
 
 
 class StepBatches:
@@ -255,7 +262,8 @@ class StepBatches:
     @property
     def _waits_for_batch(self) -> bool:
         """Whether what waits is to be computed with steps that are soon back from the other stages: it is chunks of
-        prompts alone, or on the first stage one batch more than there are stages."""
+        prompts alone, or on the first stage one batch more than there are stages, or the smaller part of one whose
+        other steps follow when their draft tokens are made."""
         waiting = self._waiting.for_batches
         [first, *_] = steps_of(waiting[0])
         stages = first.session.chain_length
@@ -264,16 +272,18 @@ class StepBatches:
         away = self._away.expected()
         if away and all(map(is_chunk, waiting)):
             return True
-        is_one_more = away + (self._launched is not None) >= stages
-        return first.session.is_first and is_one_more and _is_plain(first.forward)
+        if not first.session.is_first:
+            return False
+        sessions = [step.session for one in waiting for step in steps_of(one)]
+        is_one_more = _is_plain(first.forward) and away + (self._launched is not None) >= stages
+        return is_one_more or self._away.rest(sessions) >= len(sessions)
 
     def _note_leaving(self, rows: Iterable[BatchRow]) -> None:
-        """Note whose next steps come from other stages by themselves, soon: before those that draft tokens are made for
-        other batches had better go on."""
+        """Note whose next steps come from other stages by themselves."""
+        leaving = [row for row in rows if row.step is not None and row.session.chain_length > 1 and row.forward.more]
         self._away.left(
-            row.session
-            for row in rows
-            if row.step is not None and row.session.chain_length > 1 and row.forward.more and _is_plain(row.forward)
+            (row.session for row in leaving if _is_plain(row.forward)),
+            (row.session for row in leaving if row.forward.propose_tokens),
         )
 
     def _compute_alone(self, step: WaitingStep, errors: list[Exception]) -> None:
@@ -351,7 +361,7 @@ class StepBatches:
         inputs = [row.given for row in rows]
         count = sum(len(given.token_ids) for given in inputs)
         self._thread.computes("step", count)
-        if not inputs[0].stage.overlaps(count):
+        if not inputs[0].stage.overlaps(count, featured=inputs[0].features is not None):
             # The thread itself computes it, perhaps for long.
             self._thread.do_put_off()
         started_ns = self._started(time.monotonic_ns())
@@ -382,11 +392,15 @@ class StepBatches:
         launched = self._launched
         if launched is None:
             return False
-        if launched.rows[0].session.chain_length > 1 and launched.results.on_host is None:
+        of_chain = launched.rows[0].session.chain_length > 1
+        if of_chain and launched.results.on_host is None:
             return False
         if all(issued is not None for issued in launched.issued):
+            # Those of other sessions need to know nothing of it.
             stage, rows = launched.rows[0].given.stage, sum(len(row.given.token_ids) for row in launched.rows)
-            return len(self._sessions) >= BLOCKS_AHEAD_FROM and stage.steps_behind(rows, blocks=True)
+            return of_chain or (len(self._sessions) >= BLOCKS_AHEAD_FROM and stage.steps_behind(rows, blocks=True))
+        if launched.is_featured and launched.results.total_on_host is None:
+            return False
         return all(row.session.is_copied_at_once(row.forward) for row in launched.rows)
 
     def _go_on(self, errors: list[Exception]) -> None:
@@ -547,7 +561,8 @@ class StepBatches:
             return False
         inputs = [row.given for row in rows]
         stage, count = inputs[0].stage, sum(len(given.token_ids) for given in inputs)
-        return stage.most_together(inputs) == len(rows) and stage.overlaps(count)
+        featured = inputs[0].features is not None
+        return stage.most_together(inputs) == len(rows) and stage.overlaps(count, featured=featured)
 
     def _settle_first(self, errors: list[Exception]) -> None:
         """Read the results of the first step that is on the device, and go on to the one behind it."""

@@ -51,11 +51,18 @@ as long as without, but nothing waits for it."""
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """A tensor that is copied to page-locked memory behind what computes it, and overwritten by the next step. done:
-    when it is there; None where nothing needs to be waited for."""
+    """A tensor that is copied to page-locked memory behind what computes it, and perhaps overwritten by the next step.
+    done: when it is there; None where nothing needs to be waited for."""
 
     tensor: torch.Tensor
     done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> OnHost:
+        """Queue a copy of a GPU's tensor, in memory of its own."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return cls(host, torch.cuda.current_stream(tensor.device).record_event())
 
     @property
     def there(self) -> bool:
@@ -178,6 +185,18 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     host = tensor.contiguous()
     locked = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
     copy_bytes(locked, host)
+    return locked.to(device, non_blocking=True)
+
+
+def joined_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """Return the rows of tensors that are alike, one's behind the other's: where they are, or from the CPU to a GPU."""
+    if device is None or device.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):
+        return torch.cat([*tensors])
+    shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
+    locked, first = torch.empty(shape, dtype=tensors[0].dtype, pin_memory=True), 0
+    for tensor in tensors:
+        copy_bytes(locked[first : first + len(tensor)], tensor.contiguous())
+        first += len(tensor)
     return locked.to(device, non_blocking=True)
 
 

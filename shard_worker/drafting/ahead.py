@@ -191,6 +191,12 @@ class Issued:
         """When the outcome was there, and when the draft tokens were, by `time.monotonic_ns`, once either was awaited:
         then, or sooner."""
 
+    @property
+    def there(self) -> bool:
+        """Whether all is there, so that nothing needs to be waited for."""
+        ready = self._arriving.ready
+        return self._draft_tokens is not None or ready is None or bool(ready.query())  # type: ignore[no-untyped-call]
+
     def produced(self) -> list[list[int]]:
         """Wait for the tokens that the step produced, and return those of each session; its context in the draft is
         longer by the rows that count from then on. There are none where it is not decided on the device."""
@@ -236,6 +242,11 @@ class IssuedBlock:
     def draft_tokens(self) -> tuple[int, ...]:
         """Wait for the draft tokens, and return them."""
         return self._issued.draft_tokens()[self._index]
+
+    @property
+    def there(self) -> bool:
+        """Whether the draft tokens of all sessions are there."""
+        return self._issued.there
 
     @property
     def decided_ns(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shard_worker.device.dtypes import to_device
+from shard_worker.device.dtypes import joined_on, to_device
 from shard_worker.weights.weight import Weight
 
 
@@ -117,9 +117,10 @@ class Features:
         self.slices = {index: to_device(piece, device) for index, piece in self.slices.items()}
 
 
-def joined(features: Sequence[Features]) -> Features:
+def joined(features: Sequence[Features], device: torch.device | None = None) -> Features:
     """Return the features of several sessions' rows, one session's behind the other's, all captured alike. Rows that
-    are to be multiplied go on waiting where all can be multiplied at once."""
+    are to be multiplied go on waiting where all can be multiplied at once. device: where a sum is needed, if it is not
+    there."""
     if len(features) == 1:
         return features[0]
     if not all(_joins(features[0], other) for other in features):
@@ -130,7 +131,7 @@ def joined(features: Sequence[Features]) -> Features:
     slices = {index: torch.cat([one.slices[index] for one in features]) for index in features[0].slices}
     unmultiplied = tuple(replace(column[0], rows=torch.cat([one.rows for one in column])) for column in columns)
     waits = all(one.waits for one in features)
-    return Features(torch.cat(totals) if totals else None, slices, waits, unmultiplied)
+    return Features(joined_on(totals, device) if totals else None, slices, waits, unmultiplied)
 
 
 def _joins(one: Features, other: Features) -> bool:

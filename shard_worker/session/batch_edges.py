@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.batch_frames import BatchAnswer, BatchStep, BatchTokens, StepBatch
-from services.messages.steps import Commit, Forward, StepKind
+from services.messages.steps import Commit, FeatureSlice, Forward, StepKind
 from services.messages.tensors import WireTensor
 from services.streams.batch_members import BatchMembers
 from shard_worker.batches.step_batches import StepBatches
 from shard_worker.batches.stepping import WaitingStep
-from shard_worker.device.dtypes import Leaving
+from shard_worker.device.dtypes import Leaving, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.link import slices_of
 from shard_worker.model.features import joined
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.device_events import AnswerNotSent
-from shard_worker.stage.step_graph import joined_rows
+from shard_worker.stage.step_graph import joined_rows, side_by_side
 
 if TYPE_CHECKING:
     from shard_worker.session.device_session import DeviceSession
@@ -106,15 +106,10 @@ class BatchEdges:
         """Send steps on, unless they were sent ahead of all else, and have their sessions take note of it."""
         if not steps:
             return
-        rows, on_host = joined_rows([step.output for _, step, _ in steps])
-        features = joined([step.features for _, step, _ in steps])
-        leaving = Leaving([*([] if on_host is not None else [rows]), *features.tensors], on_host)
-        activation, *tensors = leaving.wait()
+        activation, features = _on_host([step for _, step, _ in steps])
         now_ns = time.monotonic_ns()
         batch = StepBatch(
-            tuple(BatchStep(session.stream_below, step.forward) for session, step, _ in steps),
-            activation,
-            tuple(slices_of(features.indices, tensors, 0)),
+            tuple(BatchStep(session.stream_below, step.forward) for session, step, _ in steps), activation, features
         )
         sent = sent or lane.send_steps(batch)
         # The next stage waits for it, and nobody for this: answers come to this thread.
@@ -207,6 +202,20 @@ class BatchEdges:
             except Exception as error:
                 session.break_by(error)
         self._batches.leave_unasked()
+
+
+def _on_host(steps: Sequence[ComputedStep]) -> tuple[WireTensor, tuple[FeatureSlice, ...]]:
+    """Wait for the rows of steps, one step's behind the other's, and for their features."""
+    outputs = [step.output for step in steps]
+    whole = side_by_side(outputs)
+    if whole is not None and whole.total_on_host is not None:
+        [activation] = Leaving([], whole.on_host).wait()
+        return activation, (FeatureSlice(0, to_wire(whole.total_on_host)),)
+    rows, on_host = joined_rows(outputs)
+    features = joined([step.features for step in steps])
+    leaving = Leaving([*([] if on_host is not None else [rows]), *features.tensors], on_host)
+    activation, *tensors = leaving.wait()
+    return activation, tuple(slices_of(features.indices, tensors, 0))
 
 
 def _behind(commit: Commit) -> Forward:

@@ -538,6 +538,10 @@ class RelayDeviceSession(DeviceSession):
                 assert isinstance(row.session, RelayDeviceSession)
                 row.session._sent_ahead = row.forward.step
 
+    def is_copied_at_once(self, forward: Forward) -> bool:
+        """As there; what a draft wants leaves with the rows."""
+        return True
+
     def goes_ahead(self, forward: Forward) -> bool:
         """Return whether a row goes on together with those beside it, whatever else is made of it: one of an answer
         without a draft, which goes past the event loop."""

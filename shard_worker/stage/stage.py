@@ -287,10 +287,10 @@ class Stage:
         are read. Rows of it may be left out later, by `take_back`. blocks: as of `BatchRunner.runs_behind`."""
         return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows, blocks=blocks)
 
-    def overlaps(self, rows: int) -> bool:
-        """Return whether a step of so many rows of several sessions, of which no draft wants features, can be launched
-        while the results of one before it are on their way to the host."""
-        return len(self.batch_runners) == 1 and self.batch_runners[0].is_captured(rows, featured=False)
+    def overlaps(self, rows: int, *, featured: bool) -> bool:
+        """Return whether a step of so many rows of several sessions can be launched while the results of one before it
+        are on their way to the host. featured: drafts want its features."""
+        return len(self.batch_runners) == 1 and self.batch_runners[0].is_captured(rows, featured=featured)
 
     @staticmethod
     def take_back(state: StageState) -> None:
@@ -326,7 +326,7 @@ class Stage:
         token_ids = [token for one in inputs for token in one.token_ids]
         incoming = [one.hidden for one in inputs if one.hidden is not None]
         wanted = [one.features for one in inputs if one.features is not None]
-        features = joined(wanted) if wanted else None
+        features = joined(wanted, self.device) if wanted else None
         if self.batch_runners:
             output = self._run_kernels(inputs, incoming, features, complete, placed)
         else:
@@ -346,6 +346,9 @@ class Stage:
                 first += count
             if len(wanted) == len(inputs):
                 output = replace(output, total=features.total)
+                if self.head is None and not features.slices:
+                    # The next step may be launched before they leave for the stage behind this one.
+                    output = output.with_total_on_host()
         return output.parts(counts)
 
     def _run_kernels(

@@ -21,7 +21,8 @@ class StepOutput:
     hidden: the rows behind the last layer, [n, hidden]. logits: [n, vocab] where the head is, else None. argmax: the
     most probable token of each row, int64 [n], where the head is. on_host: of a step by kernels, a copy on the host of
     `argmax` where the head is, else of `hidden`. total: of a step of several sessions, the sum of all rows' features
-    where a draft wants that, float32 [n, draft hidden].
+    where a draft wants that, float32 [n, draft hidden]. total_on_host: a copy of it on the host, where the rows go to
+    another stage from there; it is there with `on_host`, and nothing overwrites it.
     """
 
     hidden: torch.Tensor
@@ -29,6 +30,17 @@ class StepOutput:
     argmax: torch.Tensor | None = None
     on_host: OnHost | None = None
     total: torch.Tensor | None = None
+    total_on_host: torch.Tensor | None = None
+
+    def with_total_on_host(self) -> StepOutput:
+        """Return these results with the sum of features on its way to the host, behind that of the rows."""
+        if self.total is None or self.on_host is None or self.on_host.done is None:
+            return self
+        if self.total.device.type == "cpu":
+            # Nothing was added to what came from the stage before.
+            return replace(self, total_on_host=self.total)
+        copy = OnHost.of(self.total)
+        return replace(self, on_host=replace(self.on_host, done=copy.done), total_on_host=copy.tensor)
 
     def argmax_on_host(self) -> list[int] | None:
         """Wait for the most probable token of each row, and return them; None where they are not copied."""
@@ -102,22 +114,31 @@ class StepPart:
         whole = self._whole.on_host
         return None if whole is None else replace(whole, tensor=whole.tensor[self._rows])
 
+    @property
+    def total_on_host(self) -> torch.Tensor | None:
+        whole = self._whole.total_on_host
+        return None if whole is None else whole[self._rows]
+
     def argmax_on_host(self) -> list[int] | None:
         tokens = self._argmax_on_host()
         return None if tokens is None else tokens[self._rows]
 
 
+def side_by_side(outputs: Sequence[StepOutput | StepPart]) -> StepOutput | StepPart | None:
+    """Return the rows of several sessions as one, where they lie side by side in one step, in their order."""
+    parts = [one for one in outputs if isinstance(one, StepPart)]
+    if len(outputs) == 1:
+        return outputs[0]
+    if len(parts) == len(outputs) and all(map(StepPart.precedes, parts, parts[1:])):
+        return parts[0].up_to(parts[-1])
+    return None
+
+
 def joined_rows(outputs: Sequence[StepOutput | StepPart]) -> tuple[torch.Tensor, OnHost | None]:
     """Return the hidden rows of several sessions, one session's behind the other's, and their copy on the host where
     there is one. Parts that lie side by side in one step are not copied."""
-    first = outputs[0]
-    if len(outputs) == 1:
-        return first.hidden, first.on_host
-    parts = [one for one in outputs if isinstance(one, StepPart)]
-    if len(parts) == len(outputs) and all(map(StepPart.precedes, parts, parts[1:])):
-        side_by_side = parts[0].up_to(parts[-1])
-        return side_by_side.hidden, side_by_side.on_host
-    return torch.cat([one.hidden for one in outputs]), None
+    whole = side_by_side(outputs)
+    return (torch.cat([one.hidden for one in outputs]), None) if whole is None else (whole.hidden, whole.on_host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class RecordingStage:
     def most_together(self, inputs: Sequence[Any]) -> int:
         return len(inputs)
 
-    def overlaps(self, rows: int) -> bool:
+    def overlaps(self, rows: int, *, featured: bool) -> bool:
         return False
 
     def step_together(self, inputs: Sequence[Any], *_: None) -> list[Any]:
@@ -90,6 +90,7 @@ class Scheduled:
             about_to_wait=lambda: None,
             soon=lambda job, *args: None,
             do_put_off=lambda: None,
+            do_next_put_off=lambda: False,
             busy_time=BusyTime(),
             has_jobs=False,
             busy=False,

@@ -74,8 +74,8 @@ class WatchedStage(Stage):
     def steps_behind(self, rows: int, *, blocks: bool) -> bool:
         return super().steps_behind(rows, blocks=blocks) if self.behind is None else rows <= (256 if blocks else 16)
 
-    def overlaps(self, rows: int) -> bool:
-        return super().overlaps(rows) if self.looks is None else True
+    def overlaps(self, rows: int, *, featured: bool) -> bool:
+        return super().overlaps(rows, featured=featured) if self.looks is None else True
 
     def step_together(
         self,
@@ -114,7 +114,9 @@ class WatchedStage(Stage):
             self.logits.append(output.logits)
         done: Any = LateEvent(looks)
         on_host = OnHost((output.hidden if argmax is None else argmax).clone(), done)
-        return replace(output, argmax=argmax, on_host=on_host).parts([len(one.token_ids) for one in inputs])
+        total = None if output.total is None or self.head is not None else output.total.clone()
+        output = replace(output, argmax=argmax, on_host=on_host, total_on_host=total)
+        return output.parts([len(one.token_ids) for one in inputs])
 
     def _token(self, token: int) -> int:
         assert self.behind is not None
