@@ -262,8 +262,7 @@ class StepBatches:
     @property
     def _waits_for_batch(self) -> bool:
         """Whether what waits is to be computed with steps that are soon back from the other stages: it is chunks of
-        prompts alone, or on the first stage one batch more than there are stages, or the smaller part of one whose
-        other steps follow when their draft tokens are made."""
+        prompts alone, or on the first stage one batch more than there are stages."""
         waiting = self._waiting.for_batches
         [first, *_] = steps_of(waiting[0])
         stages = first.session.chain_length
@@ -272,18 +271,16 @@ class StepBatches:
         away = self._away.expected()
         if away and all(map(is_chunk, waiting)):
             return True
-        if not first.session.is_first:
-            return False
-        sessions = [step.session for one in waiting for step in steps_of(one)]
-        is_one_more = _is_plain(first.forward) and away + (self._launched is not None) >= stages
-        return is_one_more or self._away.rest(sessions) >= len(sessions)
+        is_one_more = away + (self._launched is not None) >= stages
+        return first.session.is_first and is_one_more and _is_plain(first.forward)
 
     def _note_leaving(self, rows: Iterable[BatchRow]) -> None:
-        """Note whose next steps come from other stages by themselves."""
-        leaving = [row for row in rows if row.step is not None and row.session.chain_length > 1 and row.forward.more]
+        """Note whose next steps come from other stages by themselves, soon: before those that draft tokens are made for
+        other batches had better go on."""
         self._away.left(
-            (row.session for row in leaving if _is_plain(row.forward)),
-            (row.session for row in leaving if row.forward.propose_tokens),
+            row.session
+            for row in rows
+            if row.step is not None and row.session.chain_length > 1 and row.forward.more and _is_plain(row.forward)
         )
 
     def _compute_alone(self, step: WaitingStep, errors: list[Exception]) -> None:
@@ -330,7 +327,7 @@ class StepBatches:
             self._settle_launched(errors)
             most = 1 if len(rows) == 1 else rows[0].given.stage.most_together([row.given for row in rows])
             some, rows = rows[:most], rows[most:]
-            if len(some) == 1:
+            if len(some) == 1 and (self.lone or some[0].session.chain_length == 1 or not self._fits_behind(some)):
                 self._compute_one(some[0], errors)
             else:
                 self._launched = self._launch(some, errors)
@@ -361,7 +358,7 @@ class StepBatches:
         inputs = [row.given for row in rows]
         count = sum(len(given.token_ids) for given in inputs)
         self._thread.computes("step", count)
-        if not inputs[0].stage.overlaps(count, featured=inputs[0].features is not None):
+        if not inputs[0].stage.overlaps(inputs):
             # The thread itself computes it, perhaps for long.
             self._thread.do_put_off()
         started_ns = self._started(time.monotonic_ns())
@@ -491,7 +488,7 @@ class StepBatches:
                 with contextlib.suppress(Exception):
                     rows.append(BatchRow(row.session, forward, row.session.prepare(forward), None))
         prepared = None
-        if self._fits_behind(rows):
+        if len(rows) > 1 and self._fits_behind(rows):
             inputs = [row.given for row in rows]
             prepared = PreparedBatch(rows, inputs[0].stage.place_together(inputs))
         self._prepared.put(launched.rows, prepared)
@@ -557,12 +554,11 @@ class StepBatches:
 
     def _fits_behind(self, rows: Sequence[BatchRow]) -> bool:
         """Return whether these are one step that can be launched at once."""
-        if len(rows) < 2:
-            return False
         inputs = [row.given for row in rows]
-        stage, count = inputs[0].stage, sum(len(given.token_ids) for given in inputs)
-        featured = inputs[0].features is not None
-        return stage.most_together(inputs) == len(rows) and stage.overlaps(count, featured=featured)
+        if not inputs:
+            return False
+        stage = inputs[0].stage
+        return stage.most_together(inputs) == len(rows) and stage.overlaps(inputs)
 
     def _settle_first(self, errors: list[Exception]) -> None:
         """Read the results of the first step that is on the device, and go on to the one behind it."""

@@ -287,10 +287,13 @@ class Stage:
         are read. Rows of it may be left out later, by `take_back`. blocks: as of `BatchRunner.runs_behind`."""
         return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows, blocks=blocks)
 
-    def overlaps(self, rows: int, *, featured: bool) -> bool:
-        """Return whether a step of so many rows of several sessions can be launched while the results of one before it
-        are on their way to the host. featured: drafts want its features."""
-        return len(self.batch_runners) == 1 and self.batch_runners[0].is_captured(rows, featured=featured)
+    def overlaps(self, inputs: Sequence[StepInput]) -> bool:
+        """Return whether these are one step that can be launched while the results of one before it are on their way to
+        the host."""
+        if len(self.batch_runners) != 1 or not self._fit(inputs):
+            return False
+        rows = sum(len(one.token_ids) for one in inputs)
+        return self.batch_runners[0].is_captured(rows, featured=inputs[0].features is not None)
 
     @staticmethod
     def take_back(state: StageState) -> None:

@@ -25,7 +25,7 @@ class RecordingStage:
     def most_together(self, inputs: Sequence[Any]) -> int:
         return len(inputs)
 
-    def overlaps(self, rows: int, *, featured: bool) -> bool:
+    def overlaps(self, inputs: Sequence[Any]) -> bool:
         return False
 
     def step_together(self, inputs: Sequence[Any], *_: None) -> list[Any]:

@@ -74,8 +74,8 @@ class WatchedStage(Stage):
     def steps_behind(self, rows: int, *, blocks: bool) -> bool:
         return super().steps_behind(rows, blocks=blocks) if self.behind is None else rows <= (256 if blocks else 16)
 
-    def overlaps(self, rows: int, *, featured: bool) -> bool:
-        return super().overlaps(rows, featured=featured) if self.looks is None else True
+    def overlaps(self, inputs: Sequence[StepInput]) -> bool:
+        return super().overlaps(inputs) if self.looks is None else True
 
     def step_together(
         self,
