@@ -39,6 +39,9 @@ STREAM_ID = 0
 INLINE_BYTES = MAX_PACKET_BYTES // 4
 """The most bytes of a batch's tensors that go within its packet; the others go through shared memory."""
 
+PIECE_BYTES = 1 << 20
+"""The pieces of larger tensors: while one is read, the next one is written, and a stage waits for both."""
+
 _ROOM_BYTES = 1 << 10
 """The packet's room for what is beside its message."""
 
@@ -68,12 +71,13 @@ class BatchLane(BatchMembers[MemberT]):
     def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
         """Send a batch down the chain; return False where its steps have to go another way."""
         payloads, begun = _Payloads(self._link), None if prepared is None else prepared.message
-        messages = batch_to_messages(batch, pb.RunStageRequest, payloads, begun)
-        packets = [message.SerializeToString() for message in messages]
-        if max(map(len, packets)) > MAX_PACKET_BYTES - _ROOM_BYTES or not all(map(self._send, packets)):
-            # Of what was sent already the other side makes nothing.
-            self._free(payloads.sequences)
-            return False
+        # Each piece is written when the one before it was sent.
+        for message in batch_to_messages(batch, pb.RunStageRequest, payloads, begun):
+            packet = message.SerializeToString()
+            if len(packet) > MAX_PACKET_BYTES - _ROOM_BYTES or not self._send(packet):
+                # Of what was sent already the other side makes nothing.
+                self._free(payloads.sequences)
+                return False
         self._sent_count += 1
         self._unread.append((self._sent_count, payloads.sequences))
         return True
@@ -141,6 +145,7 @@ class _Payloads:
     link: SharedLink
     sequences: list[int] = field(default_factory=list)
     inline_bytes: int = 0
+    piece_bytes: int = PIECE_BYTES
 
     def put(self, data: memoryview) -> shared_memory_pb2.SharedPayload | None:
         """Write a piece into shared memory and name it, as `PayloadSender` says."""

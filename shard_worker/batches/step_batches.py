@@ -327,7 +327,7 @@ class StepBatches:
             self._settle_launched(errors)
             most = 1 if len(rows) == 1 else rows[0].given.stage.most_together([row.given for row in rows])
             some, rows = rows[:most], rows[most:]
-            if len(some) == 1 and (self.lone or some[0].session.chain_length == 1 or not self._fits_behind(some)):
+            if len(some) == 1:
                 self._compute_one(some[0], errors)
             else:
                 self._launched = self._launch(some, errors)
@@ -471,9 +471,7 @@ class StepBatches:
                 return
             self._behind = self._launch(rows, errors)
         if launched.is_looked_for:
-            # One thing at a time: results may be there behind each.
-            if not self._thread.do_next_put_off():
-                self._thread.about_to_wait()
+            self._thread.about_to_wait()
         else:
             self._settle_first(errors)
 
@@ -488,7 +486,7 @@ class StepBatches:
                 with contextlib.suppress(Exception):
                     rows.append(BatchRow(row.session, forward, row.session.prepare(forward), None))
         prepared = None
-        if len(rows) > 1 and self._fits_behind(rows):
+        if self._fits_behind(rows):
             inputs = [row.given for row in rows]
             prepared = PreparedBatch(rows, inputs[0].stage.place_together(inputs))
         self._prepared.put(launched.rows, prepared)
@@ -554,9 +552,9 @@ class StepBatches:
 
     def _fits_behind(self, rows: Sequence[BatchRow]) -> bool:
         """Return whether these are one step that can be launched at once."""
-        inputs = [row.given for row in rows]
-        if not inputs:
+        if len(rows) < 2:
             return False
+        inputs = [row.given for row in rows]
         stage = inputs[0].stage
         return stage.most_together(inputs) == len(rows) and stage.overlaps(inputs)
 

@@ -171,10 +171,6 @@ class DeviceThread:
         if threading.current_thread() is self._thread:
             self._queue.do_put_off()
 
-    def do_next_put_off(self) -> bool:
-        """Do the first of what is to be done soon, and return whether there was any; to be called on the thread."""
-        return self._queue.do_next_put_off()
-
     def awaited(self, queued: Future[T]) -> asyncio.Future[T]:
         """Return a future of the event loop for the result or error of what was queued; errors as in `submit`."""
         future: asyncio.Future[T] = self._expected()
@@ -419,18 +415,12 @@ class _Queue:
             act()
 
     def do_put_off(self) -> None:
-        while self.do_next_put_off():
-            pass
-
-    def do_next_put_off(self) -> bool:
-        if not self.put_off:
-            return False
-        try:
-            self.put_off.popleft()()
-        except Exception as error:
-            # Whose it is ends by itself, or is over; the others go on.
-            log.error("device.put_off_failed", exc_info=self._device_error(error))
-        return True
+        while self.put_off:
+            try:
+                self.put_off.popleft()()
+            except Exception as error:
+                # Whose it is ends by itself, or is over; the others go on.
+                log.error("device.put_off_failed", exc_info=self._device_error(error))
 
     def run_now(self, run: Callable[[], object]) -> None:
         """Run a job at once; on the thread."""

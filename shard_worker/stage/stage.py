@@ -288,9 +288,9 @@ class Stage:
         return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows, blocks=blocks)
 
     def overlaps(self, inputs: Sequence[StepInput]) -> bool:
-        """Return whether these are one step that can be launched while the results of one before it are on their way to
-        the host."""
-        if len(self.batch_runners) != 1 or not self._fit(inputs):
+        """Return whether these, which fit into one step, can be launched while the results of one before it are on
+        their way to the host."""
+        if len(self.batch_runners) != 1:
             return False
         rows = sum(len(one.token_ids) for one in inputs)
         return self.batch_runners[0].is_captured(rows, featured=inputs[0].features is not None)
@@ -329,7 +329,7 @@ class Stage:
         token_ids = [token for one in inputs for token in one.token_ids]
         incoming = [one.hidden for one in inputs if one.hidden is not None]
         wanted = [one.features for one in inputs if one.features is not None]
-        features = joined(wanted, self.device) if wanted else None
+        features = joined(wanted, later=True) if wanted else None
         if self.batch_runners:
             output = self._run_kernels(inputs, incoming, features, complete, placed)
         else:
@@ -342,6 +342,8 @@ class Stage:
                 logits = self.head.logits(result, states[0].batch_invariant_rows)
             output = StepOutput(result, logits)
         if features is not None:
+            # A stage that adds nothing sends them on from where they are.
+            features.arrive(torch.device("cpu") if self.head is None else self.device)
             first = 0
             for one, count in zip(inputs, counts, strict=True):
                 if one.features is not None:

@@ -90,7 +90,6 @@ class Scheduled:
             about_to_wait=lambda: None,
             soon=lambda job, *args: None,
             do_put_off=lambda: None,
-            do_next_put_off=lambda: False,
             busy_time=BusyTime(),
             has_jobs=False,
             busy=False,
