@@ -23,6 +23,7 @@ from services.messages.steps import (
 )
 from services.messages.tensors import WireTensor
 from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink
+from services.streams import batch_lane
 from services.streams.batch_lane import INLINE_BYTES, STREAM_ID, BatchLane
 from tests.services.fakes import until
 from tests.services.streams.lane_chain import LaneChain
@@ -152,6 +153,8 @@ async def test_shared_memory_is_used_again(ends: tuple[End, End]) -> None:
     """Answers say what was read; without any the room is used up, and batches have to go another way."""
     above, below = ends
     sent = batch(PIECE_BYTES // 10)
+    # The first pieces of both tensors come in one.
+    packets = 2 * PIECE_BYTES // batch_lane.PIECE_BYTES - 1
     taken = 0
     while above.call(lambda: above.lane.send_steps(sent)):
         taken += 1
@@ -163,6 +166,9 @@ async def test_shared_memory_is_used_again(ends: tuple[End, End]) -> None:
         assert above.call(lambda: above.lane.send_steps(sent))
         await until(lambda count=count: len(below.steps) == count)
     assert [*below.steps[-1]] == expected(sent)
+    # Of a batch for which there was no room nothing came.
+    assert below.read == len(below.steps) * packets
+    assert below.failed == []
 
 
 async def test_answers_that_fill_more_than_a_packet(ends: tuple[End, End]) -> None:
