@@ -188,9 +188,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return locked.to(device, non_blocking=True)
 
 
-def joined_on(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the rows of tensors on the host that are alike, one's behind the other's, on a device."""
-    if device.type == "cpu":
+def joined_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """Return the rows of tensors that are alike, one's behind the other's: where they are, or from the CPU to a GPU."""
+    if device is None or device.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):
         return torch.cat([*tensors])
     shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
     locked, first = torch.empty(shape, dtype=tensors[0].dtype, pin_memory=True), 0

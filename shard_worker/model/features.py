@@ -43,20 +43,18 @@ class Features:
 
     total: float32 [n, draft hidden], the sum so far, or None. slices: [n, hidden] by place in the draft's list of
     blocks. waits: whether what is captured is multiplied by `settle` only, and not at once. unmultiplied: what waits
-    for that. arriving: in the sum's place, those of several sessions' rows, one session's behind the other's, which are
-    still on the host: a step can be launched before they are copied.
+    for that.
     """
 
     total: torch.Tensor | None = None
     slices: dict[int, torch.Tensor] = field(default_factory=dict)
     waits: bool = False
     unmultiplied: tuple[UnmultipliedRows, ...] = ()
-    arriving: tuple[torch.Tensor, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether nothing was captured yet."""
-        return self.total is None and not self.slices and not self.unmultiplied and not self.arriving
+        return self.total is None and not self.slices and not self.unmultiplied
 
     @property
     def indices(self) -> list[int | None]:
@@ -110,13 +108,7 @@ class Features:
     def add(self, part: torch.Tensor) -> None:
         """Add rows [n, draft hidden] to the sum."""
         part = part.float()
-        self.arrive(part.device)
         self.total = part if self.total is None else to_device(self.total, part.device) + part
-
-    def arrive(self, device: torch.device) -> None:
-        """Have the sum on a device, where those that it is made of are still to be copied."""
-        if self.arriving:
-            self.total, self.arriving = joined_on(self.arriving, device), ()
 
     def to(self, device: torch.device) -> None:
         """Move all tensors to a device."""
@@ -125,10 +117,10 @@ class Features:
         self.slices = {index: to_device(piece, device) for index, piece in self.slices.items()}
 
 
-def joined(features: Sequence[Features], *, later: bool = False) -> Features:
+def joined(features: Sequence[Features], device: torch.device | None = None) -> Features:
     """Return the features of several sessions' rows, one session's behind the other's, all captured alike. Rows that
-    are to be multiplied go on waiting where all can be multiplied at once. later: whether a sum that is on the host may
-    go on `arriving`."""
+    are to be multiplied go on waiting where all can be multiplied at once. device: where a sum is needed, if it is not
+    there."""
     if len(features) == 1:
         return features[0]
     if not all(_joins(features[0], other) for other in features):
@@ -139,9 +131,7 @@ def joined(features: Sequence[Features], *, later: bool = False) -> Features:
     slices = {index: torch.cat([one.slices[index] for one in features]) for index in features[0].slices}
     unmultiplied = tuple(replace(column[0], rows=torch.cat([one.rows for one in column])) for column in columns)
     waits = all(one.waits for one in features)
-    if later and totals and all(total.device.type == "cpu" for total in totals):
-        return Features(None, slices, waits, unmultiplied, tuple(totals))
-    return Features(torch.cat(totals) if totals else None, slices, waits, unmultiplied)
+    return Features(joined_on(totals, device) if totals else None, slices, waits, unmultiplied)
 
 
 def _joins(one: Features, other: Features) -> bool:

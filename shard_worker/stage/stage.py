@@ -329,7 +329,7 @@ class Stage:
         token_ids = [token for one in inputs for token in one.token_ids]
         incoming = [one.hidden for one in inputs if one.hidden is not None]
         wanted = [one.features for one in inputs if one.features is not None]
-        features = joined(wanted, later=True) if wanted else None
+        features = joined(wanted, self.device) if wanted else None
         if self.batch_runners:
             output = self._run_kernels(inputs, incoming, features, complete, placed)
         else:
@@ -342,8 +342,6 @@ class Stage:
                 logits = self.head.logits(result, states[0].batch_invariant_rows)
             output = StepOutput(result, logits)
         if features is not None:
-            # A stage that adds nothing sends them on from where they are.
-            features.arrive(torch.device("cpu") if self.head is None else self.device)
             first = 0
             for one, count in zip(inputs, counts, strict=True):
                 if one.features is not None:

@@ -171,6 +171,18 @@ async def test_shared_memory_is_used_again(ends: tuple[End, End]) -> None:
     assert below.failed == []
 
 
+async def test_batches_that_find_no_room_while_others_are_unread(ends: tuple[End, End]) -> None:
+    """Who reads late finds what was sent as it was, and nothing of what was not."""
+    above, below = ends
+    batches = [batch(PIECE_BYTES // 10) for _ in range(6)]
+    with below.watcher.held():
+        sent = [one for one in batches if above.call(lambda one=one: above.lane.send_steps(one))]
+    await until(lambda: len(below.steps) == len(sent) or bool(below.failed))
+    assert below.failed == []
+    assert [[*one] for one in below.steps] == [expected(one) for one in sent]
+    assert 0 < len(sent) < len(batches)
+
+
 async def test_answers_that_fill_more_than_a_packet(ends: tuple[End, End]) -> None:
     """They come in as many as they need, each session's in one."""
     above, below = ends
