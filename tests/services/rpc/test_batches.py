@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,11 @@ class End:
     answers: list[Sequence[tuple[str, BatchAnswer]]] = field(default_factory=list)
     failed: list[tuple[Sequence[str], FlashsplitError]] = field(default_factory=list)
 
-    def take_steps(self, steps: Sequence[tuple[str, Forward]]) -> None:
-        self.steps.append(steps)
+    def before_reading(self) -> None:
+        raise AssertionError("nothing is to be done before a call's frames are read")
+
+    def take_steps(self, steps: Iterable[tuple[str, Forward]], *_: object) -> None:
+        self.steps.append([*steps])
 
     def take_answers(self, answers: Sequence[tuple[str, BatchAnswer]]) -> None:
         self.answers.append(answers)

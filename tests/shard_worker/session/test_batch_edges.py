@@ -13,7 +13,7 @@ import pytest
 
 from services.errors import ResourceExhausted
 from services.messages.batch_frames import StepBatch
-from services.messages.description import HeadPlace
+from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.steps import (
     Commit,
     Failure,
@@ -32,7 +32,7 @@ from shard_worker.stage.stage import StepInput
 from tests.shard_worker.chain import Chain
 from tests.shard_worker.session.session_memory import stages_of
 from tests.shard_worker.session.test_following import follow, tokens_of
-from tests.shard_worker.session.test_step_batches import COUNT, REQUESTS, answer, produced
+from tests.shard_worker.session.test_step_batches import COUNT, REQUESTS, BlocksMadeAtOnce, answer, produced
 from tests.shard_worker.session.watched_stage import watch
 from tests.shard_worker.tiny import Tiny, ids
 
@@ -132,6 +132,46 @@ async def test_steps_begin_before_the_results_of_others_are_there(
         if len(behind) > 4:
             return
     pytest.fail(f"sessions of steps behind others: {behind}")
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+async def test_drafted_steps_begin_before_the_results_of_others_are_there(
+    new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
+) -> None:
+    """Where a GPU computes them: features leave with the rows that they are of, and blocks are issued with their steps,
+    so that steps of other sessions are launched on every stage before anything is read."""
+    # More batches than stages.
+    monkeypatch.setattr(WaitingSteps, "_share", lambda waiting, session: 2)
+    monkeypatch.setattr(step_batches, "looks_without_sleep", lambda: True)
+    behind: dict[StepBatches, int] = {}
+    settle = StepBatches._settle_first
+
+    def noting(batches: StepBatches, errors: list[Exception]) -> None:
+        launched = batches._launched
+        assert launched is not None
+        if batches._behind is not None and launched.is_featured:
+            behind[batches] = behind.get(batches, 0) + 1
+        settle(batches, errors)
+
+    monkeypatch.setattr(StepBatches, "_settle_first", noting)
+    chain = new_chain(name, cuts, transport=FeatureTransport.SUM)
+
+    async def answer_of(seed: int) -> list[int]:
+        prompt = ids(9 + seed, seed=seed)
+        async with chain.session(batch_invariant_rows=16) as client:
+            await client.prefill(prompt[:-1], 8)
+            return tokens_of(await follow(client, prompt[-1], 10, 4))
+
+    alone = [await answer_of(seed) for seed in range(6)]
+    BlocksMadeAtOnce(monkeypatch)
+    for role in chain.roles:
+        # The last one computes the longest; what comes from there meanwhile waits on the others.
+        watch(role, looks=3 if role is chain.roles[-1] else 1500)
+    for _ in range(20):
+        assert await asyncio.gather(*map(answer_of, range(6))) == alone
+        if len(behind) == len(chain.roles) and min(behind.values()) > 2:
+            return
+    pytest.fail(f"drafted steps before others, on each stage: {[*behind.values()]}")
 
 
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])

@@ -400,6 +400,7 @@ class BlockMadeAtOnce:
     read: bool = False
     decided_ns: int = field(default_factory=time.monotonic_ns)
     drafted_ns: int = 0
+    there: bool = True
 
     def produced(self) -> list[int]:
         self.read = True
