@@ -23,7 +23,7 @@ from services.messages.steps import Forward, StepKind
 from services.messages.tensors import WireTensor
 from shard_worker.batches.batches_away import BatchesAway
 from shard_worker.batches.prepared_steps import PreparedBatch, PreparedSteps
-from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
+from shard_worker.batches.stepping import BatchResults, BatchRow, SteppingSession, WaitingStep
 from shard_worker.batches.waiting_steps import WaitingSteps, all_beside, is_chunk, rows_of, steps_of
 from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, looks_without_sleep, raising_first
 from shard_worker.model.features import Features
@@ -585,7 +585,8 @@ class StepBatches:
         try:
             drawn = _drawn(launched)
             ended_ns = _wait(launched)
-            launched.rows[0].session.send_ahead(launched.rows, launched.outputs, drawn, launched.frame)
+            results = BatchResults(launched.rows, launched.outputs, drawn, launched.frame)
+            launched.rows[0].session.send_ahead(results)
         except Exception as error:
             for row in launched.rows:
                 if row.step is not None:

@@ -88,16 +88,10 @@ class SteppingSession(Protocol):
         """Return what can be made of the frame for the next stage while the device computes a batch, of this stage's
         sessions; None where there is none, or not for all of them."""
 
-    def send_ahead(
-        self,
-        rows: Sequence[BatchRow],
-        outputs: Sequence[StepPart],
-        drawn: Sequence[list[int] | None],
-        frame: PreparedFrame | None,
-    ) -> None:
+    def send_ahead(self, results: BatchResults) -> None:
         """Send what the stages beside this one wait for, of a batch's results, before anything else is made of them:
         the rows to the next one, with what was prepared of their frame, or the tokens that they came to up the chain.
-        drawn: of each row the tokens that were drawn; None where none were."""
+        """
 
     def take_back(self, *, computed: bool) -> None:
         """Forget the step that was begun last behind another one, and perhaps computed: it does not come, or later."""
@@ -124,6 +118,20 @@ class WaitingStep:
     failed: Callable[[Exception], None]
     begins: Callable[[], bool] = lambda: True
     dropped: Callable[[], object] = lambda: None
+
+
+@record(frozen=True, slots=True)
+class BatchResults:
+    """What a step of several sessions came to.
+
+    outputs: of each row. drawn: of each the tokens that were drawn from its logits; None where none were. frame: what
+    was prepared of the one that goes to the next stage.
+    """
+
+    rows: Sequence[BatchRow]
+    outputs: Sequence[StepPart]
+    drawn: Sequence[list[int] | None]
+    frame: PreparedFrame | None
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from services.messages.tensors import WireTensor
 from services.model.config import LayerKind
 from services.streams.batch_members import BatchMembers
 from services.streams.step_lane import StepLane
-from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
+from shard_worker.batches.stepping import BatchResults, BatchRow, SteppingSession, WaitingStep
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.device.dtypes import dtype_to_name, over_wire
 from shard_worker.model.features import Features
@@ -174,13 +174,7 @@ class DeviceSession(ABC):
         return None
 
     @abstractmethod
-    def send_ahead(
-        self,
-        rows: Sequence[BatchRow],
-        outputs: Sequence[StepPart],
-        drawn: Sequence[list[int] | None],
-        frame: PreparedFrame | None,
-    ) -> None:
+    def send_ahead(self, results: BatchResults) -> None:
         """Send what the stages beside this one wait for, as `SteppingSession` says."""
 
     def step_of_batch(self, forward: Forward, arrived_ns: int) -> WaitingStep:

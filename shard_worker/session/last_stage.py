@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
-from services.messages.batch_frames import PreparedFrame
 from services.messages.steps import (
     Commit,
     Event,
@@ -30,7 +29,7 @@ from services.messages.steps import (
     StepKind,
 )
 from services.streams.direct_queue import DirectQueue
-from shard_worker.batches.stepping import BatchRow, SteppingSession, WaitingStep
+from shard_worker.batches.stepping import BatchResults, SteppingSession, WaitingStep
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.drafting.draft_batches import DraftWork
 from shard_worker.drafting.engine import DraftRequest
@@ -625,16 +624,10 @@ class LastStageDeviceSession(DeviceSession):
     def draws(self, forward: Forward) -> list[Draw] | None:
         return self._verifier.draws(forward)
 
-    def send_ahead(
-        self,
-        rows: Sequence[BatchRow],
-        outputs: Sequence[StepPart],
-        drawn: Sequence[list[int] | None],
-        frame: PreparedFrame | None,
-    ) -> None:
+    def send_ahead(self, results: BatchResults) -> None:
         if self._alone:
             return
-        for row, output, tokens in zip(rows, outputs, drawn, strict=True):
+        for row, output, tokens in zip(results.rows, results.outputs, results.drawn, strict=True):
             session, forward = row.session, row.forward
             assert isinstance(session, LastStageDeviceSession)
             if row.step is not None and forward.kind is StepKind.DECODE and session._is_followed_from_above(forward):

@@ -32,7 +32,7 @@ from services.messages.steps import (
 from services.messages.tensors import WireTensor
 from services.rpc.stage import StageSession
 from services.streams.batch_members import BatchMembers
-from shard_worker.batches.stepping import BatchRow
+from shard_worker.batches.stepping import BatchResults, BatchRow
 from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
@@ -52,7 +52,7 @@ from shard_worker.session.session import TargetSession
 from shard_worker.session.session_errors import failure_below
 from shard_worker.session.session_host import SessionHost
 from shard_worker.stage.stage import StageState
-from shard_worker.stage.step_graph import StepPart, joined_rows
+from shard_worker.stage.step_graph import joined_rows
 
 
 class RelaySession(TargetSession):
@@ -518,18 +518,13 @@ class RelayDeviceSession(DeviceSession):
         steps = (BatchStep(session.stream_below, row.forward) for session, row in zip(sending, ahead, strict=True))
         return sending[0].batches_below.prepare_steps(tuple(steps))
 
-    def send_ahead(
-        self,
-        rows: Sequence[BatchRow],
-        outputs: Sequence[StepPart],
-        drawn: Sequence[list[int] | None],
-        frame: PreparedFrame | None,
-    ) -> None:
-        ahead = [] if frame is None else rows[: len(frame.steps)]
+    def send_ahead(self, results: BatchResults) -> None:
+        frame = results.frame
+        ahead = [] if frame is None else results.rows[: len(frame.steps)]
         if frame is None or not all(map(_may_go_ahead, ahead)):
             return
         # Each has a single row.
-        _, on_host = joined_rows(outputs[: len(ahead)])
+        _, on_host = joined_rows(results.outputs[: len(ahead)])
         if on_host is None:
             return
         [activation] = Leaving([], on_host).wait()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.errors import FlashsplitError, InvalidArgument
+from services.errors import FlashsplitError, InvalidArgument, Unavailable
 from services.messages.batch_frames import BatchAnswer
 from services.messages.steps import Commit, FeatureSlice, Forward, Proposal, StepKind
 from services.rpc.shared_memory import SharedMemoryServicer, open_link
@@ -212,6 +212,19 @@ async def test_answers_of_several_sessions_at_once(neighbours: Neighbours) -> No
     async with asyncio.timeout(5):
         assert await anext(events[1]) == answer(2, 1).commit
     await sessions[1].close()
+
+
+@ON_LOOP
+async def test_answers_need_the_socket_of_the_frames(neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it breaks as a session is opened, nobody could put both ways in one order: the session is refused, and one
+    whose answers come in its stream is not."""
+    monkeypatch.setattr(neighbours.stage_link, "_frame_socket", None)
+    with pytest.raises(Unavailable, match="socket for the session's frames broke"):
+        await neighbours.stage.open(OPEN, answers=True)
+    await until(lambda: neighbours.port.session.closed)
+    session = await neighbours.stage.open(OPEN)
+    await answered(session, prefill())
+    await session.close()
 
 
 @ON_LOOP

@@ -14,10 +14,11 @@ LEFT_OUT = "recurrent_layers_in_chunks and 130"
 """Three chunks of recurrent layers take half a minute this way."""
 
 ALIKE = (
-    "(recurrent_layers_in_chunks and 64-) or gemma4-sharing or (attends_alone and dtype1 and not 64) or "
-    "(order_in_which_lanes_multiply and (nvfp4-2 or q6_k-2 or q4_k-2 or q8_0-2))"
+    "(recurrent_layers_in_chunks and (64- or 65-16x16)) or gemma4-sharing or (attends_alone and dtype1 and not 64) or "
+    "(attends_alone and dtype0 and (256 or 128 or 32)) or "
+    "(order_in_which_lanes_multiply and (nvfp4-2 or q6_k-2 or q4_k-2 or q8_0-2 or q6_k-4 or nvfp4-0 or q4_k-0))"
 )
-"""Tests of which others differ in a shape alone: together they take as long as a fifth of all."""
+"""Tests of which others differ in a shape alone: together they take as long as a third of all."""
 
 
 @pytest.mark.timeout(600)
