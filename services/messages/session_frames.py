@@ -266,15 +266,15 @@ def forward_from_activation(
 ) -> Forward:
     """Return the step with its tensors, which were read apart from the message; of a batch's step there are none."""
     return Forward(
-        message.step,
-        message.base_position,
-        tuple(message.token_ids),
-        _KINDS.value(message.kind, "kind"),
-        message.propose_tokens,
-        activation,
-        _slices_from_message(message, features),
-        message.more,
-        message.least_accepted,
+        step=message.step,
+        base_position=message.base_position,
+        token_ids=tuple(message.token_ids),
+        kind=_KINDS.value(message.kind, "kind"),
+        propose_tokens=message.propose_tokens,
+        activation=activation,
+        features=_slices_from_message(message, features),
+        more=message.more,
+        least_accepted=message.least_accepted,
     )
 
 

@@ -18,7 +18,6 @@ from typing import Final
 from flashsplit.shard.v1 import shared_memory_pb2
 from services.messages.session_frames import request_to_messages
 from services.messages.steps import TOKEN_BYTES, Forward, ForwardWithoutFeatures
-from services.same_host.link import PIECE_BYTES
 
 _MARK_BYTES = 16
 _TOKEN_FORMAT: Final = "I"
@@ -92,7 +91,6 @@ class _OnePlace:
     """A `PayloadSender` that names one place for whatever it is given, or none, and copies nothing."""
 
     payload: shared_memory_pb2.SharedPayload | None
-    piece_bytes: int = PIECE_BYTES
 
     def put(self, data: memoryview) -> shared_memory_pb2.SharedPayload | None:
         return self.payload

@@ -13,7 +13,7 @@ from flashsplit.shard.v1 import tensor_pb2
 from services.dtypes import FLOAT8, ITEM_BYTES
 from services.errors import InvalidArgument
 from services.records import record
-from services.same_host.link import NO_LINKS, PayloadReader, PayloadSender
+from services.same_host.link import NO_LINKS, PIECE_BYTES, PayloadReader, PayloadSender
 
 CHUNK_BYTES = 1 << 20
 """The size of the pieces into which larger tensors are cut: larger messages travel 2 to 4 times slower."""
@@ -120,7 +120,7 @@ class OutgoingTensors:
         """Put the next piece into shared memory and return its size, 0 where it should go within the message."""
         if self._sender is None:
             return 0
-        piece = whole[offset : offset + self._sender.piece_bytes]
+        piece = whole[offset : offset + PIECE_BYTES]
         payload = self._sender.put(piece)
         if payload is None:
             return 0

@@ -47,10 +47,6 @@ class Consumed:
 class PayloadSender(Protocol):
     """Puts large tensors elsewhere than into a frame."""
 
-    @property
-    def piece_bytes(self) -> int:
-        """The size of pieces, at most PIECE_BYTES."""
-
     def put(self, data: memoryview) -> pb.SharedPayload | None:
         """Write a tensor's piece and return its name, None where it should go within its frame."""
 
@@ -228,8 +224,6 @@ class SharedLink:
 
 class LinkSender:
     """Puts the payloads of one stream into a link, as a `PayloadSender`. Use `close` when the stream is over."""
-
-    piece_bytes = PIECE_BYTES
 
     def __init__(self, link: SharedLink) -> None:
         self._link = link

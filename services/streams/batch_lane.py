@@ -31,7 +31,6 @@ from services.messages.batch_frames import (
 )
 from services.messages.frames import FrameReader
 from services.same_host.link import SharedLink
-from services.same_host.ring import Payload
 from services.same_host.step_socket import MAX_PACKET_BYTES, StepSocket
 from services.streams.batch_members import BatchMembers, MemberT
 
@@ -40,9 +39,6 @@ STREAM_ID = 0
 
 INLINE_BYTES = MAX_PACKET_BYTES // 4
 """The most bytes of a batch's tensors that go within its packet; the others go through shared memory."""
-
-PIECE_BYTES = 1 << 20
-"""The pieces of larger tensors: while one is read, the next one is written, and a stage waits for both."""
 
 _ROOM_BYTES = 1 << 10
 """The packet's room for what is beside its message."""
@@ -73,27 +69,17 @@ class BatchLane(BatchMembers[MemberT]):
     def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
         """Send a batch down the chain; return False where its steps have to go another way."""
         payloads, begun = _Payloads(self._link), None if prepared is None else prepared.message
-        tensors = [batch.activation, *(piece.features for piece in batch.features)]
-        if not payloads.reserve([tensor.size_bytes for tensor in tensors]):
+        messages = batch_to_messages(batch, pb.RunStageRequest, payloads, begun)
+        packets = [message.SerializeToString() for message in messages]
+        fit = max(map(len, packets)) <= MAX_PACKET_BYTES - _ROOM_BYTES
+        sent = sum(1 for _ in itertools.takewhile(self._send, packets)) if fit else 0
+        if sent == 0:
             self._free(payloads.sequences)
             return False
-        sent = 0
-        # Each piece is written when the one before it was sent.
-        for message in batch_to_messages(batch, pb.RunStageRequest, payloads, begun):
-            packet = message.SerializeToString()
-            if len(packet) > MAX_PACKET_BYTES - _ROOM_BYTES or not self._send(packet):
-                break
-            sent += 1
-        else:
-            self._sent_count += 1
-            self._unread.append((self._sent_count, payloads.sequences))
-            return True
-        if sent:
-            # The other side makes nothing of it, but may be reading it, until it has the next batch.
-            self._unread.append((self._sent_count + 1, payloads.sequences))
-        else:
-            self._free(payloads.sequences)
-        return False
+        # Of a part the other side makes nothing, but may be reading it, until it has the next batch.
+        self._unread.append((self._sent_count + 1, payloads.sequences))
+        self._sent_count += sent == len(packets)
+        return sent == len(packets)
 
     def send_answers(self, answers: Sequence[BatchAnswer]) -> bool:
         """Send answers up the chain, in as many packets as they need; return False where one could not be sent."""
@@ -153,35 +139,22 @@ class BatchLane(BatchMembers[MemberT]):
 
 @dataclass(slots=True)
 class _Payloads:
-    """Puts a batch's tensors into shared memory, but for some small pieces, and reads them."""
+    """Puts a batch's tensors into shared memory, but for some small ones, and reads them."""
 
     link: SharedLink
     sequences: list[int] = field(default_factory=list)
-    piece_bytes: int = PIECE_BYTES
-    _places: deque[Payload | None] = field(default_factory=deque)
-    """Where the pieces go that are still to be put; None within their message."""
-
-    def reserve(self, sizes: Sequence[int]) -> bool:
-        """Keep room for the pieces of tensors, which have so many bytes. Return False where there is none now."""
-        cut = [[min(self.piece_bytes, size - at) for at in range(0, size, self.piece_bytes)] or [0] for size in sizes]
-        inline_bytes = 0
-        # As they are put: the first ones stand in one message.
-        for size in itertools.chain((pieces[0] for pieces in cut), *(pieces[1:] for pieces in cut)):
-            if inline_bytes + size <= INLINE_BYTES:
-                inline_bytes += size
-                self._places.append(None)
-                continue
-            payload = self.link.reserve_step(size)
-            if payload is None:
-                return False
-            self.sequences.append(payload.sequence)
-            self._places.append(payload)
-        return True
+    inline_bytes: int = 0
 
     def put(self, data: memoryview) -> shared_memory_pb2.SharedPayload | None:
         """Write a piece into shared memory and name it, as `PayloadSender` says."""
-        payload = self._places.popleft()
-        return self.link.name(payload) if payload is not None and self.link.write_step(payload, data) else None
+        if self.inline_bytes + len(data) <= INLINE_BYTES:
+            self.inline_bytes += len(data)
+            return None
+        payload = self.link.put_step(data)
+        if payload is None:
+            return None
+        self.sequences.append(payload.sequence)
+        return self.link.name(payload)
 
     def read_payload(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
         """Append a payload of the other side, as `PayloadReader` says."""

@@ -16,7 +16,7 @@ from services.messages.frames import FrameReader, TensorLimits
 from services.messages.session_frames import LANE_FRAMES, request_to_messages
 from services.messages.step_template import StepTemplate, tokens_to_bytes
 from services.messages.steps import Forward, ForwardWithoutFeatures, StepFeatures
-from services.same_host.link import PIECE_BYTES, SharedLink
+from services.same_host.link import SharedLink
 from services.same_host.ring import Payload
 from services.same_host.step_socket import StepSocket
 from services.streams.batch_members import BatchMembers
@@ -30,8 +30,6 @@ class StepLane:
 
     Use `close` when the session is over.
     """
-
-    piece_bytes = PIECE_BYTES
 
     def __init__(
         self, link: SharedLink, socket: StepSocket, stream_id: int, batches: BatchMembers[Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,7 +24,6 @@ from services.messages.steps import (
 )
 from services.messages.tensors import WireTensor
 from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink
-from services.streams import batch_lane
 from services.streams.batch_lane import INLINE_BYTES, STREAM_ID, BatchLane
 from tests.services.fakes import until
 from tests.services.streams.lane_chain import LaneChain
@@ -152,8 +152,6 @@ async def test_shared_memory_is_used_again(ends: tuple[End, End]) -> None:
     """Answers say what was read; without any the room is used up, and batches have to go another way."""
     above, below = ends
     sent = batch(PIECE_BYTES // 10)
-    # The first pieces of both tensors come in one.
-    packets = 2 * PIECE_BYTES // batch_lane.PIECE_BYTES - 1
     taken = 0
     while above.call(lambda: above.lane.send_steps(sent)):
         taken += 1
@@ -166,7 +164,7 @@ async def test_shared_memory_is_used_again(ends: tuple[End, End]) -> None:
         await until(lambda count=count: len(below.steps) == count)
     assert [*below.steps[-1]] == expected(sent)
     # Of a batch for which there was no room nothing came.
-    assert below.read == len(below.steps) * packets
+    assert below.read == len(below.steps)
     assert below.failed == []
 
 
@@ -180,6 +178,23 @@ async def test_batches_that_find_no_room_while_others_are_unread(ends: tuple[End
     assert below.failed == []
     assert [[*one] for one in below.steps] == [expected(one) for one in sent]
     assert 0 < len(sent) < len(batches)
+
+
+async def test_a_batch_that_was_sent_in_part(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the socket is full the rest goes another way. Who reads the first part late finds it as it was, and then
+    the next batch."""
+    above, below = ends
+    part, sent = (batch(PIECE_BYTES // 8, slices=0) for _ in range(2))
+    send, taken = above.lane._send, itertools.count()
+    with below.watcher.held():
+        with monkeypatch.context() as patch:
+            patch.setattr(above.lane, "_send", lambda packet: next(taken) == 0 and send(packet))
+            assert not above.call(lambda: above.lane.send_steps(part))
+        assert next(taken) == 2
+        assert above.call(lambda: above.lane.send_steps(sent))
+    await until(lambda: bool(below.steps or below.failed))
+    assert below.failed == []
+    assert [[*one] for one in below.steps] == [expected(sent)]
 
 
 async def test_answers_that_fill_more_than_a_packet(ends: tuple[End, End]) -> None:
