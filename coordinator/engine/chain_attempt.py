@@ -245,8 +245,8 @@ class ChainAttempt:
         chunk, speculation = self._chunk, state.speculation
         speculation.unread = len(prompt) - self._length
         if self._request.prefill_chunk is None and speculation.costs.shared:
-            drafts = speculation.block_size > 1
-            chunk = chunk_beside_others(self._cluster.workers, len(prompt), drafts=drafts)
+            drafts, answers = speculation.block_size > 1, speculation.costs.count
+            chunk = chunk_beside_others(self._cluster.workers, len(prompt), answers, drafts=drafts)
         edges = (*points, *self._held)
         steps = chunks(len(prompt), edges, chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered, answered, propose = 0, self._length, 0

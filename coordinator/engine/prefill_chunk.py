@@ -20,9 +20,11 @@ take 175 ms in chunks of 1024, 104 to 134 of 2048, as fast as the host launches 
 ones are for a model on one worker, as several work on several chunks at once, and where no other answer waits for their
 end."""
 
-JOINING_ROWS = 64
-"""Rows of a prompt that join a step of other answers' single rows: beside 64 of these they make it 0.7 ms longer on a
-GPU, where steps of 512 rows take 1.6 ms for as many of them (8B shape, H200)."""
+JOINING_ROWS, FILLED_ROWS, ROWS_APART = 64, 128, 16
+"""Rows of a prompt that join a step of other answers' single rows are at least so many, and as many as fill it up to
+FILLED_ROWS, by ROWS_APART fewer where others may come meanwhile. Beside 64 answers 64 rows make a step 0.7 ms longer on
+a GPU, where steps of 512 rows take 1.6 ms for as many of them; beside 16 answers 64 rows cost 1.3 ms, and 112 rows
+1.5 (8B shape, H200)."""
 
 JOINING_ROWS_OF_BLOCKS = 256
 """The same where other answers verify draft tokens: they fill a step to some 128 rows, which take 5.9 ms by themselves
@@ -53,10 +55,15 @@ def chunk_for(workers: Sequence[WorkerDescription]) -> int:
     return rows
 
 
-def chunk_beside_others(workers: Sequence[WorkerDescription], prompt_tokens: int, *, drafts: bool) -> int:
+def chunk_beside_others(workers: Sequence[WorkerDescription], prompt_tokens: int, answers: int, *, drafts: bool) -> int:
     """Return the number of rows where other answers are decoded: so many that they hardly hear of it, where prompts of
-    that length join their steps. drafts: whether draft tokens are verified there."""
+    that length join their steps. answers: how many are decoded, this one included, in as many batches as there are
+    stages. drafts: whether draft tokens are verified there."""
     targets = [worker.target for worker in workers if worker.target is not None]
-    joins = all(target.step_engine is not StepEngine.TORCH for target in targets)
-    rows, joining = min(chunk_for(workers), MIXTURE_ROWS), JOINING_ROWS_OF_BLOCKS if drafts else JOINING_ROWS
-    return min(rows, joining) if joins and prompt_tokens <= LONGEST_JOINING else rows
+    rows = min(chunk_for(workers), MIXTURE_ROWS)
+    if prompt_tokens > LONGEST_JOINING or any(target.step_engine is StepEngine.TORCH for target in targets):
+        return rows
+    if drafts:
+        return min(rows, JOINING_ROWS_OF_BLOCKS)
+    left = FILLED_ROWS - -(-answers // len(targets))
+    return min(rows, max(JOINING_ROWS, left // ROWS_APART * ROWS_APART))

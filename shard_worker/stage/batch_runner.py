@@ -29,13 +29,13 @@ from shard_worker.weights.weight import RowLookup
 if TYPE_CHECKING:
     from shard_worker.model.kernels.step_parameters import StepParameters
 
-ROW_COUNTS = (16, 64, 128, 256, 512)
+ROW_COUNTS = (16, 32, 64, 128, 256, 512)
 """The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
 
 PACKED_ROW_COUNTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """The same where matrices are packed. Every tile of rows unpacks them anew, so that its rows cost time whether they are
 used or not: products of the 8B shape in int4 take 3.1 ms with 32 rows and 4.7 with 64, 7.0 with 96 and 7.7 with 128,
-and dense ones 4.6, 4.5, 5.9 and 5.1 (H200)."""
+and dense ones 4.4, 4.5, 5.9 and 5.1 (H200)."""
 
 MAX_SESSIONS = 128
 """The most sessions of a step."""

@@ -35,11 +35,16 @@ _SHARED_CHUNKS = 32
 
 
 class Tiles(NamedTuple):
-    """How attention is cut. queries, keys: rows of a tile of each. warps: of a program."""
+    """How attention is cut.
+
+    queries, keys: rows of a tile of each. warps: of a program. stages: of its loop: with 3 of them a page's address is
+    read two tiles ahead, and its keys and values one.
+    """
 
     queries: int
     keys: int
     warps: int = 4
+    stages: int = 3
 
 
 def chunk_count(length: int) -> int:
@@ -67,14 +72,24 @@ def _chunk_start(chunk):
     return tl.where(chunk <= 64, near, far)
 
 
+@triton.jit
+def _leave(sums, tops, line, top, weight, total, live, DIM: tl.constexpr):
+    """Store what a chunk comes to, of each query in its line."""
+    ds = tl.arange(0, DIM)
+    tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
+    tl.store(tops + line * 2, top, mask=live)
+    tl.store(tops + line * 2 + 1, weight, mask=live)
+
+
 @triton.jit(do_not_specialize=["slot"])
 def _attend(
     projected, lines, sessions, indices, sums, tops, slot, scale, room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
     LINE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    FLOAT8: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    FLOAT8: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax sums of one key head's queries over every programs-th chunk.
+    """Compute the softmax sums of one key head's queries over some of their chunks.
 
     sums: float32 [KV_HEADS, room, DIM]; tops: float32 [KV_HEADS, room, 2], the largest score and the sum of weights. A
     session's are [chunks, group * rows], behind those of the sessions before it; those of a session alone have room for
@@ -113,47 +128,62 @@ def _attend(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(base + 1 - WINDOW, 0) // TILE * TILE
-
-    for chunk in range(program, count, programs):
-        first = tl.maximum(_chunk_start(chunk), lowest)
-        last = tl.minimum(_chunk_start(chunk + 1), end)
-        top = tl.full((BLOCK,), float("-inf"), tl.float32)
-        weight = tl.zeros((BLOCK,), tl.float32)
-        total = tl.zeros((BLOCK, DIM), tl.float32)
-        for start in range(first, last, TILE):
-            position = start + ts
-            page = tl.load(numbers + FIRST_PAGE + PAGES + start // PAGE).to(tl.pointer_type(stored))
-            page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + start % PAGE * DIM
-            key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
-            value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
-            there = (position < end)[:, None]
-            keys = tl.load(key_at, mask=there, other=0.0)
-            values = tl.load(value_at, mask=there, other=0.0)
-            if FLOAT8:
-                # By way of float16, which holds them all: not all GPUs with float8 go to bfloat16 at once.
-                keys, values = keys.to(tl.float16).to(kind), values.to(tl.float16).to(kind)
-            scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-            seen = (position < end)[None, :] & live[:, None]
-            distance = base + row[:, None] - position[None, :]
-            if CAUSAL:
-                seen = seen & (distance >= 0)
-            if WINDOW > 0:
-                seen = seen & (distance < WINDOW)
-                if not CAUSAL:
-                    seen = seen & (distance > -WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            against = tl.where(higher == float("-inf"), 0.0, higher)
-            kept = tl.exp(top - against)
-            weights = tl.exp(scores - against[:, None])
-            weight = weight * kept + tl.sum(weights, 1)
-            total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
-            top = higher
-        apart = group * (STEP_ROWS if LINE == 0 else rows)
-        line = kv.to(tl.int64) * room + first_line + chunk * apart + ms
-        tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
-        tl.store(tops + line * 2, top, mask=live)
-        tl.store(tops + line * 2 + 1, weight, mask=live)
+    # Chunks that follow each other: one for each program, or where there are more, about as many positions.
+    chunk, behind = tl.minimum(program, count), tl.minimum(program + 1, count)
+    if count > programs:
+        share = tl.cdiv(end - lowest, programs)
+        first = lowest + program * share
+        chunk = tl.where(program == 0, 0, _chunks(tl.minimum(first, end)))
+        behind = _chunks(tl.minimum(first + share, end))
+    last = tl.minimum(_chunk_start(behind), end)
+    apart = group * (STEP_ROWS if LINE == 0 else rows)
+    line = kv.to(tl.int64) * room + first_line + ms
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK, DIM), tl.float32)
+    if WINDOW > 0:
+        # Of what is too far away to be seen there is nothing to sum.
+        seen_from = tl.minimum(tl.maximum(_chunks(lowest + 1) - 1, chunk), behind)
+        for unseen in range(chunk, seen_from):
+            _leave(sums, tops, line + unseen * apart, top, weight, total, live, DIM)
+        chunk = seen_from
+    boundary = _chunk_start(chunk + 1)
+    for start in tl.range(tl.maximum(_chunk_start(chunk), lowest), last, TILE, num_stages=STAGES):
+        position = start + ts
+        page = tl.load(numbers + FIRST_PAGE + PAGES + start // PAGE).to(tl.pointer_type(stored))
+        page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + start % PAGE * DIM
+        key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
+        value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
+        there = (position < end)[:, None]
+        keys = tl.load(key_at, mask=there, other=0.0)
+        values = tl.load(value_at, mask=there, other=0.0)
+        if FLOAT8:
+            # By way of float16, which holds them all: not all GPUs with float8 go to bfloat16 at once.
+            keys, values = keys.to(tl.float16).to(kind), values.to(tl.float16).to(kind)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+        seen = (position < end)[None, :] & live[:, None]
+        distance = base + row[:, None] - position[None, :]
+        if CAUSAL:
+            seen = seen & (distance >= 0)
+        if WINDOW > 0:
+            seen = seen & (distance < WINDOW)
+            if not CAUSAL:
+                seen = seen & (distance > -WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        against = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - against)
+        weights = tl.exp(scores - against[:, None])
+        weight = weight * kept + tl.sum(weights, 1)
+        total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
+        top = higher
+        if (start + TILE >= boundary) | (start + TILE >= last):
+            _leave(sums, tops, line + chunk * apart, top, weight, total, live, DIM)
+            top = tl.full((BLOCK,), float("-inf"), tl.float32)
+            weight = tl.zeros((BLOCK,), tl.float32)
+            total = tl.zeros((BLOCK, DIM), tl.float32)
+            chunk += 1
+            boundary = _chunk_start(chunk + 1)
 
 
 @triton.jit
@@ -273,32 +303,35 @@ def attend(
     head's softmax. head_gates: [n, heads or heads * dim], whose softplus the result is multiplied by.
     column_sums: memory for the result's sums, as of `Summed`; None where nobody wants them.
     """
-    rows = len(projected)
+    rows, alone = len(projected), places.line == 0
     total = shape.group * rows
     chunks = chunk_count(longest)
     device = projected.device
-    room = shape.group * sums_room(rows, longest, alone=places.line == 0)
+    room = shape.group * sums_room(rows, longest, alone=alone)
     sums = torch.empty((shape.kv_heads, room, shape.dim), dtype=torch.float32, device=device)
     tops = torch.empty((shape.kv_heads, room, 2), dtype=torch.float32, device=device)
     out = torch.empty((rows, shape.heads * shape.dim), dtype=projected.dtype, device=device)
-    tiles = choose(total, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
-    parts = triton.cdiv(total, tiles.queries) if places.line == 0 else rows * triton.cdiv(shape.group, tiles.queries)
-    programs = min(chunks, max(1 if places.line == 0 else 2, _PROGRAMS // (shape.kv_heads * parts)))
+    # Of several sessions most have one row.
+    tiles = choose(total if alone else shape.group, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
+    parts = triton.cdiv(total, tiles.queries) if alone else rows * triton.cdiv(shape.group, tiles.queries)
+    # Few sessions may be long ones.
+    least = 1 if alone or rows > 64 else 2
+    programs = min(chunks, max(least, _PROGRAMS // (shape.kv_heads * parts)))
     placed = places.lines, places.sessions, places.indices
     common = {
         "HEADS": shape.heads,
         "KV_HEADS": shape.kv_heads,
         "DIM": shape.dim,
         "STRIDE": shape.stride,
-        "STEP_ROWS": rows if places.line == 0 else 0,
+        "STEP_ROWS": rows if alone else 0,
         "LINE": places.line,
     }
     _attend[(shape.kv_heads, programs, parts)](
         projected, *placed, sums, tops, slot, shape.dim**-0.5, room,
         **common, PAGE=shape.page,
         WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, PAGES=shape.pages, BLOCK=tiles.queries,
-        TILE=tiles.keys, PRECISION=product_precision(projected),
-        num_warps=tiles.warps, num_stages=2,
+        TILE=tiles.keys, STAGES=tiles.stages, PRECISION=product_precision(projected),
+        num_warps=tiles.warps,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
         projected, *placed, sums, tops, sinks, head_gates, out, column_sums, room, **common, CHUNKS=chunks,
@@ -325,9 +358,15 @@ def choose(queries: int, dim: int, size: int, target: KernelTarget | None) -> Ti
     at least as high as a head is wide has its rows spread over a program's warps, others their columns are, and what is
     summed over warps differs then in the last bit: heads must be on one side with all heights.
     """
-    highest, tile_bytes, keys, warps = _TILE_ROWS, _TILE_BYTES, 128 * 2 // size, 4
+    highest, tile_bytes, keys, warps, stages = _TILE_ROWS, _TILE_BYTES, 128 * 2 // size, 4, 3
     if target is not None:
-        highest, tile_bytes = 16 if target.one_tile_height else highest, target.tile_bytes
+        tile_bytes = target.tile_bytes
+        if target.one_tile_height:
+            # What is read ahead stands in registers there.
+            highest, stages = 16, 2
+    if size == 4 and dim > 128:
+        # Registers are full of sums, which float32 takes in three passes.
+        stages = 1
     keys = max(16, min(keys, tile_bytes // (dim * size)))
     if keys * dim * size > tile_bytes:
         warps = 8
@@ -336,7 +375,8 @@ def choose(queries: int, dim: int, size: int, target: KernelTarget | None) -> Ti
             keys //= 2
         if _shared_bytes(highest, keys, dim, size, target) > target.shared_bytes:
             highest = 16
-    return Tiles(highest if dim <= highest else min(highest, max(16, triton.next_power_of_2(queries))), keys, warps)
+    height = highest if dim <= highest else min(highest, max(16, triton.next_power_of_2(queries)))
+    return Tiles(height, keys, warps, stages)
 
 
 def _shared_bytes(queries: int, keys: int, dim: int, size: int, target: KernelTarget) -> int:

@@ -211,7 +211,8 @@ def _product(
     next_sums, cos, sin, lines, sessions, indices, slot, partial, arrived, rows, tiles, width, stride, depth,
     first_block, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, UNIT: tl.constexpr,
-    SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ALONE: tl.constexpr,
+    STAGES: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     GELU: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -257,7 +258,17 @@ def _product(
             last = tl.minimum(first + share, depth)
             acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
             other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-            if DESCRIPTORS:
+            if SWAPPED:
+                turned = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                other_turned = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
+                    x_tile = x.load([tile % tiles * BLOCK_ROWS, k]).T
+                    turned = tl.dot(weight.load([block * BLOCK_WIDTH, k]), x_tile, turned, input_precision=PRECISION)
+                    if PAIRED:
+                        u_tile = weight.load([block * BLOCK_WIDTH + width, k])
+                        other_turned = tl.dot(u_tile, x_tile, other_turned, input_precision=PRECISION)
+                acc, other = turned.T, other_turned.T
+            elif DESCRIPTORS:
                 for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
                     x_tile = x.load([tile % tiles * BLOCK_ROWS, k])
                     acc = tl.dot(x_tile, weight.load([block * BLOCK_WIDTH, k]).T, acc, input_precision=PRECISION)
@@ -443,7 +454,8 @@ def _multiply(
         rows, tiles, width, out.stride(0), depth, first // shape.dim if shape else 0,
         normed.eps if normed else 0.0, around.eps,
         BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=UNIT, SPLIT=config.split,
-        SERIAL=config.serial, DESCRIPTORS=config.descriptors, ALONE=tiles == 1, STAGES=config.stages,
+        SERIAL=config.serial, DESCRIPTORS=config.descriptors, SWAPPED=config.swapped, ALONE=tiles == 1,
+        STAGES=config.stages,
         EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % config.depth == 0, SQUARES=SQUARES_WIDTH,
         NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
         NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),

@@ -34,7 +34,8 @@ class Config(NamedTuple):
 
     width, depth: of a tile of weights. split: parts of the depth. warps: of a program. stages: tiles that are on their
     way at a time. height: rows of a tile. serial: one program sums up all parts of a tile; otherwise each has a program
-    of its own. descriptors: tiles are fetched by the GPU's engine for tensors.
+    of its own. descriptors: tiles are fetched by the GPU's engine for tensors. swapped: of these, those of weights are
+    the first operand, whose instruction takes 64 rows: there may be fewer of activations.
     """
 
     width: int
@@ -45,6 +46,7 @@ class Config(NamedTuple):
     height: int = TILE_ROWS
     serial: bool = False
     descriptors: bool = False
+    swapped: bool = False
 
 
 @functools.cache
@@ -97,37 +99,44 @@ def _choose_for_many(
     split: int, width: int, paired: bool, head_dim: int | None, target: KernelTarget, rows: int
 ) -> Config:
     """Return the cut for more than 16 rows: tiles so large that each of the GPU's processors gets about one."""
-    highest, serial, resident = max(64, min(256, triton.next_power_of_2(rows))), False, 1
+    swapped = rows <= 32 and (head_dim is None or head_dim >= 64)
+    lowest = 32 if swapped else 64
+    highest, serial, resident = max(lowest, min(256, triton.next_power_of_2(rows))), False, 1
 
     def programs(tile: tuple[int, int]) -> int:
         return triton.cdiv(rows, tile[0]) * triton.cdiv(width, tile[1])
 
     if paired:
         # There are two tiles of weights, and two of sums.
-        tile = (64, 64) if highest < 256 else (128, 64) if rows <= 256 else (128, 128)
-        resident = programs(tile) // target.processors + 1 if tile == (64, 64) else 1
+        if swapped and programs((lowest, 128)) <= target.processors:
+            tile = lowest, 128
+        else:
+            tile = (lowest, 64) if highest < 256 else (128, 64) if rows <= 256 else (128, 128)
+        resident = programs(tile) // target.processors + 1 if tile == (lowest, 64) else 1
     elif split == 1 and head_dim is None:
         tile = highest, 128
     else:
-        tiles = [(64, 64), (64, 128), (128, 128)] if head_dim is None else [(64, head_dim), (128, head_dim)]
+        tiles = [(lowest, 64), (lowest, 128), (128, 128)] if head_dim is None else [(lowest, head_dim), (128, head_dim)]
         tiles = [(height, wide) for height, wide in tiles if height * wide <= 128 * 128]
         serial = split > 1 and programs(tiles[0]) * split > target.processors
         fitting = [tile for tile in tiles if programs(tile) <= target.processors]
-        tile = fitting[0] if fitting else (64, head_dim or 128)
+        tile = fitting[0] if fitting else (lowest, head_dim or 128)
         resident = programs(tile) // target.processors + 1 if serial else 1
     height, wide = tile
     resident = min(resident, 3 if height * wide <= 64 * 128 else 1)
     depth = 128 if resident == 1 and height * wide <= 64 * 128 and not paired else 64
-    stage = (height + wide * (2 if paired else 1)) * depth * 2
+    sums = wide * (2 if paired else 1)
+    stage = (height + sums) * depth * 2
     return Config(
         wide,
         depth,
         split,
         warps=8 if height * wide >= 128 * 128 else 4,
-        stages=min(4 if wide > 128 else 6, (target.shared_bytes // resident - 1024) // stage),
+        stages=min(4 if sums > 128 else 6, (target.shared_bytes // resident - 1024) // stage),
         height=height,
         serial=serial,
         descriptors=True,
+        swapped=swapped,
     )
 
 

@@ -46,24 +46,29 @@ def test_mixtures_take_more_rows_where_a_gpu_has_room() -> None:
     assert chunk_for([mixture(("cuda:0", 141 * GB))]) == 4096
     assert chunk_for([mixture(("cuda:0", 141 * GB))] * 2) == 2048
     assert chunk_for([mixture(("cuda:0", 8 * GB))]) == 1024
-    assert chunk_beside_others([mixture(("cuda:0", 141 * GB))], 9000, drafts=False) == 2048
+    assert chunk_beside_others([mixture(("cuda:0", 141 * GB))], 9000, 4, drafts=False) == 2048
     assert chunk_for([mixture(("cuda:0", 141 * GB)), mixture(("cpu", 64 * GB))]) == 512
 
 
 @pytest.mark.parametrize(
-    ("engine", "tokens", "drafts", "rows"),
+    ("engine", "tokens", "answers", "drafts", "rows"),
     [
-        (StepEngine.GRAPHS, 4096, False, 64),
-        (StepEngine.GRAPHS, 4096, True, 256),
-        (StepEngine.GRAPHS, 4097, True, 1024),
-        (StepEngine.TORCH, 100, False, 1024),
+        (StepEngine.GRAPHS, 4096, 2, False, 112),
+        (StepEngine.GRAPHS, 4096, 32, False, 112),
+        (StepEngine.GRAPHS, 4096, 33, False, 96),
+        (StepEngine.GRAPHS, 4096, 64, False, 96),
+        (StepEngine.GRAPHS, 4096, 300, False, 64),
+        (StepEngine.GRAPHS, 4096, 300, True, 256),
+        (StepEngine.GRAPHS, 4097, 2, True, 1024),
+        (StepEngine.TORCH, 100, 2, False, 1024),
     ],
 )
 def test_few_rows_beside_others_where_they_join_their_steps(
-    engine: StepEngine, tokens: int, drafts: bool, rows: int
+    engine: StepEngine, tokens: int, answers: int, drafts: bool, rows: int
 ) -> None:
-    """By kernels; elsewhere a prompt has steps of its own. Blocks of others have made the steps longer already."""
+    """By kernels; elsewhere a prompt has steps of its own. Each of two stages has half of the answers in its steps.
+    Blocks of others have made the steps longer already."""
     one = worker(4096, ("cuda:0", 141 * GB))
     assert one.target is not None
     target = replace(one.target, step_engine=engine)
-    assert chunk_beside_others([replace(one, target=target)] * 2, tokens, drafts=drafts) == rows
+    assert chunk_beside_others([replace(one, target=target)] * 2, tokens, answers, drafts=drafts) == rows

@@ -19,14 +19,20 @@ CAPACITY, BASE, ROWS = 400, 250, 16
 
 
 def dense(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """The last rows' attention in float64. queries: [n, heads, dim]; keys, values: [length, kv_heads, dim]; sinks:
-    [heads], a column of scores more, which is dropped behind the softmax."""
+    [heads], a column of scores more, which is dropped behind the softmax. window: positions that a row sees, 0 for
+    all."""
     n, length = len(queries), len(keys)
     keys, values = (x.double().repeat_interleave(GROUP, 1) for x in (keys, values))
     scores = torch.einsum("nhd,lhd->hnl", queries.double(), keys) * queries.shape[-1] ** -0.5
-    seen = torch.arange(length, device=keys.device) <= torch.arange(length - n, length, device=keys.device)[:, None]
+    distance = torch.arange(length - n, length, device=keys.device)[:, None] - torch.arange(length, device=keys.device)
+    seen = (distance >= 0) & (distance < (window or length))
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
@@ -74,6 +80,29 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: tor
             for row in range(ROWS)
         ]
         assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("window", [0, 200, 500])
+@torch.inference_mode()
+def test_programs_have_several_chunks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits as with a program for each, whether all of them can be seen or not."""
+    from shard_worker.model.kernels import attention
+    from shard_worker.model.kernels.heads import HeadShape
+
+    on, dim, length, rows, generator = device().torch_device, 16, 900, 2, torch.Generator().manual_seed(6)
+    cache = AttentionCache(1, KV_HEADS, length, dim, torch.empty(0, device=on), PAGE_ROWS)
+    cache.reserve(length)
+    keys, values = (torch.randn(length, KV_HEADS, dim, generator=generator).to(on) for _ in range(2))
+    cache.store(0, 0, keys, values)
+    shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS, window=window)
+    queries = torch.randn(rows, shape.stride, generator=generator).to(on)
+    found = []
+    for programs in (264, 3 * KV_HEADS, KV_HEADS):
+        monkeypatch.setattr(attention, "_PROGRAMS", programs)
+        found.append(attention.attend(shape, queries, places_of(cache, length - rows, rows), 0, length))
+    assert all(torch.equal(one, found[0]) for one in found)
+    expected = dense(queries.view(rows, -1, dim), keys, values, window=window)
+    assert (found[0].double() - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("own", ["heads", "elements"])
