@@ -314,7 +314,7 @@ def attend(
     # Of several sessions most have one row.
     tiles = choose(total if alone else shape.group, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
     parts = triton.cdiv(total, tiles.queries) if alone else rows * triton.cdiv(shape.group, tiles.queries)
-    # Few sessions may be long ones.
+    # Where there are few sessions, some may be long.
     least = 1 if alone or rows > 64 else 2
     programs = min(chunks, max(least, _PROGRAMS // (shape.kv_heads * parts)))
     placed = places.lines, places.sessions, places.indices

@@ -225,7 +225,7 @@ def _product(
 
     tiles: of rows; those that share weights are neighbours. ALONE: there is but one. PAIRED: weight has 2 * width rows,
     gates before ups. stride: from one row of out to the next. first_block: of heads, what comes before this weight's.
-    FORM: of a packed weight, whose codes are in `weight`; None for a dense one.
+    SERIAL, DESCRIPTORS, SWAPPED: as of `Config`. FORM: of a packed weight, whose codes are in `weight`, or None.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     block = tile // tiles

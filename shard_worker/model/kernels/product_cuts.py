@@ -34,8 +34,8 @@ class Config(NamedTuple):
 
     width, depth: of a tile of weights. split: parts of the depth. warps: of a program. stages: tiles that are on their
     way at a time. height: rows of a tile. serial: one program sums up all parts of a tile; otherwise each has a program
-    of its own. descriptors: tiles are fetched by the GPU's engine for tensors. swapped: of these, those of weights are
-    the first operand, whose instruction takes 64 rows: there may be fewer of activations.
+    of its own. descriptors: tiles are fetched by the GPU's engine for tensors. swapped: then the tile of weights is the
+    first operand of the matrix instruction, which takes 64 rows of that one and fewer of the other.
     """
 
     width: int

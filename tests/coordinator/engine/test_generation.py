@@ -154,9 +154,9 @@ async def test_a_long_prompt_goes_down_in_chunks() -> None:
     assert [step.step for step in cluster.session.forwards] == list(range(len(cluster.session.forwards)))
 
 
-@pytest.mark.parametrize(("others", "rows"), [(0, [200]), (1, [64, 64, 64, 8])])
+@pytest.mark.parametrize(("others", "rows"), [(0, [200]), (1, [112, 88]), (39, [80, 80, 40]), (63, [64, 64, 64, 8])])
 async def test_a_prompt_goes_down_in_short_chunks_beside_others(others: int, rows: list[int]) -> None:
-    """Where these join the steps of other answers, as on a GPU."""
+    """Where these join the steps of other answers, as on a GPU: as many rows as fill them up."""
     cluster, costs = ScriptedCluster(), BatchCosts()
     for number in range(others):
         costs.join(number)
