@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.messages.description import StepEngine, WorkerDescription
-from services.messages.steps import LONGEST_JOINING
+from services.messages.steps import FILLED_ROWS, LONGEST_JOINING
 
 CPU_ROWS = 512
 """On a CPU longer chunks are no faster, and shorter ones let the stages of a chain work on several at once."""
@@ -20,11 +20,11 @@ take 175 ms in chunks of 1024, 104 to 134 of 2048, as fast as the host launches 
 ones are for a model on one worker, as several work on several chunks at once, and where no other answer waits for their
 end."""
 
-JOINING_ROWS, FILLED_ROWS, ROWS_APART = 64, 128, 16
+JOINING_ROWS, ROWS_APART = 64, 16
 """Rows of a prompt that join a step of other answers' single rows are at least so many, and as many as fill it up to
-FILLED_ROWS, by ROWS_APART fewer where others may come meanwhile. Beside 64 answers 64 rows make a step 0.7 ms longer on
-a GPU, where steps of 512 rows take 1.6 ms for as many of them; beside 16 answers 64 rows cost 1.3 ms, and 112 rows
-1.5 (8B shape, H200)."""
+FILLED_ROWS, rounded down to a multiple of ROWS_APART, since others may come meanwhile. Beside 64 answers 64 rows make a
+step 0.7 ms longer on a GPU, where steps of 512 rows take 1.6 ms for as many of them; beside 16 answers 64 rows cost 1.3
+ms, and 112 rows 1.5 (8B shape, H200)."""
 
 JOINING_ROWS_OF_BLOCKS = 256
 """The same where other answers verify draft tokens: they fill a step to some 128 rows, which take 5.9 ms by themselves

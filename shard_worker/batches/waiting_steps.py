@@ -10,13 +10,8 @@ import time
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
-from services.messages.steps import Forward, StepKind
+from services.messages.steps import FILLED_ROWS, Forward, StepKind
 from shard_worker.batches.stepping import SteppingSession, WaitingStep
-
-FEW_ROWS = 128
-"""Up to so many rows a step costs hardly more than one of a few: the weights are read once in any case, and what is
-multiplied with each of them is hidden by that (8B shape, H200: 4.5 ms with 16 rows, 5.2 with 64, 5.9 with 128, 8.9 with
-256). Where most sessions have an answer's row in it, chunks of prompts fill it up to there, and the others wait."""
 
 BATCHES_OF_BEGUN = 4
 """So many batches at most are computed between two long chunks of prompts while a short one that has begun has chunks
@@ -220,5 +215,5 @@ def _chunks_beside(chunks: Sequence[Waiting], sessions: int, rows: int, most: in
     chunks: in turn. sessions, rows: those of the others. most: how many chunks there may be. most_rows: those that a
     step may have.
     """
-    few = sessions >= len(chunks) and rows <= FEW_ROWS // 2
-    return _fitting(chunks, most, (FEW_ROWS if few else most_rows) - rows)
+    few = sessions >= len(chunks) and rows <= FILLED_ROWS // 2
+    return _fitting(chunks, most, (FILLED_ROWS if few else most_rows) - rows)

@@ -276,7 +276,7 @@ class DFlashRunner:
         draft, layers = self._draft, self._layers
         config = draft.config
         context = begin(self._context[:rows], draft.hidden_norm, config.norm_eps)
-        places = {kind: self.appending.places(rows, copy) for copy, kind in enumerate(self._kinds)}
+        places = {kind: self.appending.places(rows, copy, blocks=True) for copy, kind in enumerate(self._kinds)}
         rope = rope_table(places[self._kinds[0]], rows, draft.rotation, draft.dtype)
         queries = config.heads * config.head_dim
         for weights, slot, whole in zip(layers.weights, layers.slots, layers.heads, strict=True):
@@ -290,7 +290,7 @@ class DFlashRunner:
             linear(context, mixer.qkv.select_rows(slice(queries, None)), bias=bias, heads=heads, eps=config.norm_eps)
 
     def _propose(self, rows: int) -> None:
-        places = {kind: self.proposing.places(rows, copy) for copy, kind in enumerate(self._kinds)}
+        places = {kind: self.proposing.places(rows, copy, blocks=True) for copy, kind in enumerate(self._kinds)}
         hidden = block_rows(self.known_rows, self._mask_row, places[self._kinds[0]], rows)
         result = decoder.run(self._layers, hidden, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None

@@ -354,7 +354,7 @@ def launch(
     from shard_worker.model.kernels.matmul import linear
     from shard_worker.model.kernels.step_parameters import COUNTED, ROWS
 
-    places = parameters.places(variant.rows)
+    places = parameters.places(variant.rows, blocks=variant.featured)
     hidden = hidden[: variant.rows]
     if embedding is not None:
         hidden = embedding.lookup(parameters.tokens[: variant.rows])

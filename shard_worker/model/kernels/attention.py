@@ -30,6 +30,10 @@ _TILE_BYTES = 32 << 10
 _PROGRAMS = 264
 """So many programs keep a GPU busy."""
 
+_SINGLE_ROWS = 128
+"""Up to so many rows of several sessions have tiles for single ones, unless they are blocks: others read a session's
+keys once for more of its rows."""
+
 _SHARED_CHUNKS = 32
 """Chunks that each row of a step of several sessions has room for: 4096 positions, where all are as long."""
 
@@ -73,7 +77,7 @@ def _chunk_start(chunk):
 
 
 @triton.jit
-def _leave(sums, tops, line, top, weight, total, live, DIM: tl.constexpr):
+def _store_chunk(sums, tops, line, top, weight, total, live, DIM: tl.constexpr):
     """Store what a chunk comes to, of each query in its line."""
     ds = tl.arange(0, DIM)
     tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
@@ -145,7 +149,7 @@ def _attend(
         # Of what is too far away to be seen there is nothing to sum.
         seen_from = tl.minimum(tl.maximum(_chunks(lowest + 1) - 1, chunk), behind)
         for unseen in range(chunk, seen_from):
-            _leave(sums, tops, line + unseen * apart, top, weight, total, live, DIM)
+            _store_chunk(sums, tops, line + unseen * apart, top, weight, total, live, DIM)
         chunk = seen_from
     boundary = _chunk_start(chunk + 1)
     for start in tl.range(tl.maximum(_chunk_start(chunk), lowest), last, TILE, num_stages=STAGES):
@@ -178,7 +182,7 @@ def _attend(
         total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
         top = higher
         if (start + TILE >= boundary) | (start + TILE >= last):
-            _leave(sums, tops, line + chunk * apart, top, weight, total, live, DIM)
+            _store_chunk(sums, tops, line + chunk * apart, top, weight, total, live, DIM)
             top = tl.full((BLOCK,), float("-inf"), tl.float32)
             weight = tl.zeros((BLOCK,), tl.float32)
             total = tl.zeros((BLOCK, DIM), tl.float32)
@@ -311,12 +315,13 @@ def attend(
     sums = torch.empty((shape.kv_heads, room, shape.dim), dtype=torch.float32, device=device)
     tops = torch.empty((shape.kv_heads, room, 2), dtype=torch.float32, device=device)
     out = torch.empty((rows, shape.heads * shape.dim), dtype=projected.dtype, device=device)
-    # Of several sessions most have one row.
-    tiles = choose(total if alone else shape.group, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
+    # Where there are more rows of several sessions, most are those of prompts.
+    single = not alone and not places.blocks and rows <= _SINGLE_ROWS
+    queries = shape.group if single else total
+    tiles = choose(queries, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
     parts = triton.cdiv(total, tiles.queries) if alone else rows * triton.cdiv(shape.group, tiles.queries)
-    # Where there are few sessions, some may be long.
-    least = 1 if alone or rows > 64 else 2
-    programs = min(chunks, max(least, _PROGRAMS // (shape.kv_heads * parts)))
+    # Few of a step's rows may be used, of sessions that are long.
+    programs = min(chunks, max(1 if alone else 2, _PROGRAMS // (shape.kv_heads * parts)))
     placed = places.lines, places.sessions, places.indices
     common = {
         "HEADS": shape.heads,

@@ -259,15 +259,17 @@ def _product(
             acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
             other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
             if SWAPPED:
-                turned = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
-                other_turned = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                transposed = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                other_transposed = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
                 for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
                     x_tile = x.load([tile % tiles * BLOCK_ROWS, k]).T
-                    turned = tl.dot(weight.load([block * BLOCK_WIDTH, k]), x_tile, turned, input_precision=PRECISION)
+                    transposed = tl.dot(
+                        weight.load([block * BLOCK_WIDTH, k]), x_tile, transposed, input_precision=PRECISION
+                    )
                     if PAIRED:
                         u_tile = weight.load([block * BLOCK_WIDTH + width, k])
-                        other_turned = tl.dot(u_tile, x_tile, other_turned, input_precision=PRECISION)
-                acc, other = turned.T, other_turned.T
+                        other_transposed = tl.dot(u_tile, x_tile, other_transposed, input_precision=PRECISION)
+                acc, other = transposed.T, other_transposed.T
             elif DESCRIPTORS:
                 for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
                     x_tile = x.load([tile % tiles * BLOCK_ROWS, k])

@@ -55,12 +55,14 @@ class Places:
 
     lines: [sessions, FIRST_PAGE + pages], the numbers of each session; a session without rows has zeros. sessions,
     indices: [rows], each row's session, -1 where there is no such row, and its place among the session's rows; None
-    where all rows are those of the only session, in order.
+    where all rows are those of the only session, in order. blocks: whether sessions have several rows each, mostly, as
+    where drafts are verified.
     """
 
     lines: torch.Tensor
     sessions: torch.Tensor | None = None
     indices: torch.Tensor | None = None
+    blocks: bool = False
 
     @property
     def line(self) -> int:
@@ -154,12 +156,12 @@ class StepParameters:
         """Recorded behind the last launch; None on a CPU."""
         return self._twins[self.turn].done
 
-    def places(self, rows: int, copy: int = 0) -> Places:
-        """Return where the first `rows` rows stand, for the layers that this copy describes."""
+    def places(self, rows: int, copy: int = 0, *, blocks: bool = False) -> Places:
+        """Return where the first `rows` rows stand, for the layers that this copy describes. blocks: as of `Places`."""
         if not len(self._places):
             return Places(self.lines[copy])
         sessions, indices = self._places.view(2, -1)
-        return Places(self.lines[copy, :rows], sessions[:rows], indices[:rows])
+        return Places(self.lines[copy, :rows], sessions[:rows], indices[:rows], blocks)
 
     # --- of a session alone
 
