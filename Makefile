@@ -22,7 +22,7 @@ serve: $(VENV)/.run
 # many of them share their workers. What some hundred processes import is compiled once, also where the environment says
 # that Python is to keep nothing.
 test: $(VENV)/.test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.lint proto
 	git diff --exit-code -- proto
