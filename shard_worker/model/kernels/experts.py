@@ -113,7 +113,7 @@ def _route(
     SCORES: rows of the router, the shared expert's gate among them where it is GATED; ALL, PADDED: theirs and CHOSEN,
     rounded up. TOGETHER: rows that are chosen for at a time. SIGMOID: shares are each score's own, and not of a
     softmax. CAP: what scores are capped at, 0 for nothing. SCALE: what shares are multiplied by. PAIRS: as many as the
-    tile may have, where it is the only one and its pairs are to be sorted by expert too; else 0.
+    tile may have, where it is the only one and has several rows, whose pairs are then sorted by expert too; else 0.
     """
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     inside = tl.arange(0, HEIGHT)
@@ -139,28 +139,24 @@ def _route(
             some = start + tl.arange(0, TOGETHER)
             _choose(
                 bias, choice_bias, scales, squares, factors, partial + tile * PARTS * HEIGHT * ALL, chosen, shares,
-                taken, order, tiles, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED,
-                PARTS, HEIGHT, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
+                taken, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED, PARTS, HEIGHT,
+                TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
             )  # fmt: skip
         if PAIRS > 0:
             # What other threads chose is read.
             tl.debug_barrier()
-            if rows > 1:
-                _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK)
+            _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK)
 
 
 @triton.jit
 def _choose(
-    bias, choice_bias, scales, squares, factors, partial, chosen, shares, taken, order, tiles, first, some, rows,
-    hidden, eps,
+    bias, choice_bias, scales, squares, factors, partial, chosen, shares, taken, first, some, rows, hidden, eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     PARTS: tl.constexpr, HEIGHT: tl.constexpr, TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sum up the scores of some rows [TOGETHER] of a tile, and choose their experts. first: the tile's first row.
     factors: float32 [rows], of the norm that is due on the rows; they are computed here where NORMED is not 0.
-
-    A row alone has a tile for each of its experts, which need not be sorted.
     """
     ms = first + some
     present = (ms < rows)[:, None]
@@ -217,11 +213,6 @@ def _choose(
     at, is_pair = ms[:, None] * CHOSEN + js, present & (js < CHOSEN)
     tl.store(chosen + at, found, mask=is_pair)
     tl.store(shares + at, kept, mask=is_pair)
-    if rows == 1:
-        tl.store(order + at, at, mask=is_pair)
-        tl.store(tiles + at * 4, found, mask=is_pair)
-        tl.store(tiles + at * 4 + 1, at, mask=is_pair)
-        tl.store(tiles + at * 4 + 2, tl.full(at.shape, 1, tl.int32), mask=is_pair)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -320,13 +311,14 @@ def _mix_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, scales, scale_factors, offsets, offset_factors, sums, bias, made, made_sums, factors, order, tiles,
-    partial, arrived, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, rows, stride, width, depth,
+    x, weight, scales, scale_factors, offsets, offset_factors, sums, bias, made, made_sums, factors, experts, order,
+    tiles, partial, arrived, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, rows, stride, width,
+    depth,
     EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, SERIAL: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr,
-    MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr, SUMMED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, SINGLE: tl.constexpr,
+    FIRST: tl.constexpr, MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr,
+    SUMMED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of one expert's rows by some rows of its matrix, and add their biases, where there are any.
@@ -335,19 +327,27 @@ def _product(
     before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups, and made_sums the sums of every
     SQUARES of its columns. Else x has rows sorted by expert, and made, float32 [parts, pairs, width], has them as the
     router chose them. LIMIT, ALPHA: of gates that are clamped, as of `ops.activation.clamped_swiglu`; LIMIT is 0 for
-    others. GELU: in tanh's form, in place of SiLU. MIXED, ALONE: as of `Routed`. stride: rows of weight from one expert
-    to the next. UNIT, SPLIT, SERIAL, FORM: as of the products in `matmul`; a matrix that is not packed is not split.
+    others. GELU: in tanh's form, in place of SiLU. MIXED, ALONE: as of `Routed`. SINGLE: there is but one row, each of
+    whose pairs is a tile. stride: rows of weight from one expert to the next. UNIT, SPLIT, SERIAL, FORM: as of the
+    products in `matmul`; a matrix that is not packed is not split.
     """
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    expert = tl.load(tiles + tile * 4)
-    if expert < 0:
-        return
-    first, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
     inside = tl.arange(0, HEIGHT)
-    is_row = inside < count
-    places = first + inside
-    pairs = tl.load(order + places, mask=is_row, other=0)
-    ms = pairs // CHOSEN if FIRST else places
+    if SINGLE:
+        expert, first, count = tl.load(experts + tile), tile, 1
+        is_row = inside < 1
+        places = tile + inside
+        pairs = places
+        ms = inside if FIRST else places
+    else:
+        expert = tl.load(tiles + tile * 4)
+        if expert < 0:
+            return
+        first, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
+        is_row = inside < count
+        places = first + inside
+        pairs = tl.load(order + places, mask=is_row, other=0)
+        ms = pairs // CHOSEN if FIRST else places
     ns, ks = block * WIDTH + tl.arange(0, WIDTH), tl.arange(0, DEPTH)
     # The last block reads some rows twice rather than rows that are not there.
     held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
@@ -437,7 +437,7 @@ def _product(
             tl.debug_barrier()
             parts: tl.constexpr = SPLIT if apart else 1
             for turn in range(count):
-                row = tl.load(order + first + turn) // CHOSEN
+                row = tile // CHOSEN if SINGLE else tl.load(order + first + turn) // CHOSEN
                 counter = arrived + row * tl.num_programs(1) + block
                 if tl.atomic_add(counter, 1, sem="acq_rel") == CHOSEN * parts - 1:
                     tl.store(counter, 0)
@@ -539,7 +539,7 @@ def route(
         PARTS=parts, HEIGHT=_ROWS, TOGETHER=_CHOSEN_TOGETHER, SIGMOID=sigmoid is not None,
         CAP=0.0 if sigmoid is None else sigmoid.cap or 0.0, SCALE=1.0 if sigmoid is None else sigmoid.scale,
         NORMALISED=weights.normalised, GATED=weights.shared_gate is not None,
-        PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if one_tile else 0, CHUNK=_CHUNK,
+        PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if 1 < rows <= _ROWS else 0, CHUNK=_CHUNK,
         NORMED=normed.squares.shape[1] if normed.factors is None else 0,
         NORM_BLOCK=triton.next_power_of_2(normed.squares.shape[1]), PRECISION=product_precision(scores), num_warps=4,
     )  # fmt: skip
@@ -551,7 +551,7 @@ def route(
             chosen, counts, order, tiles, pairs, BLOCK=_PLACED, BINS=bins, BLOCKS=max(1, _COUNTS // bins),
             HEIGHT=height, num_warps=4,
         )  # fmt: skip
-    routed = Routed(shares, taken, order, tiles, alone=rows <= height, mixed=one_tile)
+    routed = Routed(chosen, shares, taken, order, tiles, alone=rows <= height, mixed=one_tile)
     return replace(normed, factors=factors), routed
 
 
@@ -559,12 +559,14 @@ def route(
 class Routed:
     """The pairs of a row and one of its experts, in tiles of one expert's rows each.
 
-    shares: float32 [rows * chosen], as the router chose. taken: float32 [rows], how much of the shared expert each row
-    takes. order: int32 [rows * chosen], the pair at each place, sorted by expert. tiles: int32 [n, 4], each one's
-    expert, -1 for none, its first place and its rows. alone: no expert has more than one tile. mixed: the program with
+    experts: int32 [rows * chosen], of each pair. shares: float32 [rows * chosen], as the router chose. taken: float32
+    [rows], how much of the shared expert each row takes. order: int32 [rows * chosen], the pair at each place, sorted
+    by expert. tiles: int32 [n, 4], each one's expert, -1 for none, its first place and its rows; of a row alone nothing
+    stands in either, as each of its pairs is a tile. alone: no expert has more than one tile. mixed: the program with
     which a row's last expert is done adds all of them up, which needs that.
     """
 
+    experts: torch.Tensor
     shares: torch.Tensor
     taken: torch.Tensor | None
     order: torch.Tensor
@@ -639,12 +641,13 @@ def multiply(
         partial = empty(slots * blocks * programs * cut.height * cut.width * 2) if first and programs > 1 else made
         _product[(slots, blocks, programs)](
             source, read, *groups, bias, middle if first else made, middle_sums if first else None, factors,
-            routed.order, routed.tiles, partial, arrivals(device), *mixing, rows, weight.rows // experts, width, depth,
+            routed.experts, routed.order, routed.tiles, partial, arrivals(device), *mixing, rows,
+            weight.rows // experts, width, depth,
             EXPERTS=experts, CHOSEN=chosen, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth,
             STAGES=cut.stages, WARPS=cut.warps, UNIT=product_cuts.UNIT, SPLIT=cut.split, SERIAL=cut.serial,
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=routed.alone,
-            FIRST=first, MIXED=routed.mixed and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
-            GELU=together.gelu, PRECISION=product_precision(x),
+            SINGLE=rows == 1, FIRST=first, MIXED=routed.mixed and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit,
+            ALPHA=alpha, GELU=together.gelu, PRECISION=product_precision(x),
             TOGETHER=by_four, FORM=form, num_warps=cut.warps,
             **behind,
         )  # fmt: skip
