@@ -25,7 +25,7 @@ def test_attention_on_an_h100(dim: int, size: int, queries: int) -> None:
     assert attention.choose(queries, dim, size, H100) == attention.Tiles(rows, keys, 4, stages)
 
 
-PRODUCTS_27B = [
+PRODUCTS = [
     (34816, 5120, False, 128, 2, product_cuts.Config(128, 128, 1, 4, 4)),
     (14336, 5120, False, 256, 2, product_cuts.Config(256, 64, 2, 4, 4)),
     (5120, 6144, False, None, 2, product_cuts.Config(32, 256, 2, 4, 3)),
@@ -35,19 +35,24 @@ PRODUCTS_27B = [
     (248320, 5120, False, None, 2, product_cuts.Config(128, 128, 1, 4, 4)),
     (17408, 5120, True, None, 4, product_cuts.Config(32, 64, 1, 4, 4)),
     (384, 896, False, None, 4, product_cuts.Config(32, 128, 1, 4, 3)),
+    (6144, 4096, False, 128, 2, product_cuts.Config(128, 128, 2, 4, 4)),
+    (5120, 2048, False, 128, 2, product_cuts.Config(128, 128, 2, 4, 4)),
+    (5120, 2880, False, 64, 2, product_cuts.Config(64, 128, 2, 4, 4)),
+    (4096, 1024, False, 128, 2, product_cuts.Config(128, 128, 2, 4, 4)),
 ]
 
 
-@pytest.mark.parametrize(("width", "depth", "paired", "dim", "size", "expected"), PRODUCTS_27B)
+@pytest.mark.parametrize(("width", "depth", "paired", "dim", "size", "expected"), PRODUCTS)
 def test_products_on_an_h100(
     width: int, depth: int, paired: bool, dim: int | None, size: int, expected: product_cuts.Config
 ) -> None:
-    """The cuts that were measured, for the matrices of a 27B and one of the demo pair."""
+    """The cuts that were measured, for the matrices of a 27B and one of the demo pair, and those of heads of an 8B, a
+    30B-A3B, gpt-oss-20b and a 0.6B."""
     assert product_cuts.choose(width, depth, paired, dim, size, H100) == expected
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize(("width", "depth", "paired", "dim", "size"), [product[:5] for product in PRODUCTS_27B])
+@pytest.mark.parametrize(("width", "depth", "paired", "dim", "size"), [product[:5] for product in PRODUCTS])
 def test_a_sum_has_the_same_parts_for_any_number_of_rows(
     target: KernelTarget, width: int, depth: int, paired: bool, dim: int | None, size: int
 ) -> None:
