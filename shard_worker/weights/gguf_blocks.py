@@ -57,7 +57,7 @@ class _Form:
     """How a type is read. split: takes blocks apart, uint8 [n, bytes of a block]. origin, table: as of `Packing`.
 
     run: where two codes of 4 bits are in a byte still, of how many bytes the low halves come first and then the high
-    ones; 0 where each code is in a byte of its own. short: as of `Packing`.
+    ones; 0 where each code is in a byte of its own. short, powers: as of `Packing`.
     """
 
     split: Callable[[torch.Tensor], _Blocks]
@@ -65,6 +65,7 @@ class _Form:
     table: tuple[int, ...] | None = None
     run: int = 0
     short: bool = False
+    powers: bool = False
 
 
 def unpack_blocks(
@@ -159,7 +160,8 @@ def _packing(form: _Form, bits: int) -> Packing:
     """Return how codes are held: those of 8 bits are the numbers that they stand for."""
     if bits == 8:
         return Packing(Codes.INT8, short=form.short)
-    return Packing(Codes.BITS4, form.origin, None if form.table is None else tuple(map(float, form.table)))
+    table = None if form.table is None else tuple(map(float, form.table))
+    return Packing(Codes.BITS4, form.origin, table, powers=form.powers)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -362,7 +364,7 @@ _FORMS = {
     "Q6_K": _Form(_q6_k, origin=32, short=True),
     "IQ4_NL": _Form(_q4_0, table=IQ4_TABLE, run=16),
     "IQ4_XS": _Form(_iq4_xs, table=IQ4_TABLE, run=16),
-    "MXFP4": _Form(_mxfp4, table=E2M1_DOUBLED, run=16),
+    "MXFP4": _Form(_mxfp4, table=E2M1_DOUBLED, run=16, powers=True),
     "NVFP4": _Form(_nvfp4, table=E2M1_DOUBLED),
     "IQ2_XXS": _Form(_iq2_xxs),
     "IQ2_XS": _Form(_iq2_xs),

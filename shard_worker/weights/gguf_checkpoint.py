@@ -20,7 +20,7 @@ from services.model.gguf.tensors import Elements, HeadOrder, InterleavedHalves
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.weights.checkpoint import Checkpoint, read_file_ahead
 from shard_worker.weights.gguf_blocks import unpack_blocks
-from shard_worker.weights.packed import GroupNumbers, PackedWeight
+from shard_worker.weights.packed import LARGEST_POWER, GroupNumbers, PackedWeight
 from shard_worker.weights.unread import StoredRows, UnreadWeight, in_memory
 from shard_worker.weights.weight import Weight
 
@@ -119,10 +119,12 @@ class GgufCheckpoint(Checkpoint):
         return weight.with_rows(weight.codes, scales, None)
 
     def _check_numbers(self, name: str, weight: PackedWeight) -> None:
-        """Raise DataLoss for scales that are no finite numbers."""
+        """Raise DataLoss for scales that are no finite numbers, or too large for kernels."""
         for numbers in (weight.scales, weight.offsets):
             if numbers is not None and not numbers.are_finite:
                 raise self._damaged(name, "has scales that are NaN or infinite; they must be finite")
+        if weight.packing.powers and (weight.scales.values > LARGEST_POWER).any():
+            raise self._damaged(name, "has scales above 2**17; they must be 2**17 or less")
 
     def _damaged(self, name: str, what: str) -> DataLoss:
         stored = self._stored[name].tensor

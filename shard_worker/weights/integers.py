@@ -34,14 +34,15 @@ def integer_weight(
     return PackedWeight(packing, held, GroupNumbers(scales, group), offsets, dtype=dtype)
 
 
-def e2m1_weight(pairs: torch.Tensor, scales: GroupNumbers, dtype: torch.dtype) -> PackedWeight:
+def e2m1_weight(pairs: torch.Tensor, scales: GroupNumbers, dtype: torch.dtype, *, powers: bool = False) -> PackedWeight:
     """Return the matrix of floating point numbers of 4 bits, each times twice its scale.
 
     pairs: codes, uint8 [rows, columns / 2]. scales: halved, as the table that the codes are looked up in holds twice
-    the numbers. dtype: of the activations that it takes and gives.
+    the numbers. dtype: of the activations that it takes and gives. powers: as of `Packing`.
     """
     if _has_blocks(pairs):
-        packing, held = Packing(Codes.BITS4, table=tuple(map(float, E2M1_DOUBLED))), in_blocks(pairs)
+        packing = Packing(Codes.BITS4, table=tuple(map(float, E2M1_DOUBLED)), powers=powers)
+        held = in_blocks(pairs)
     else:
         table = torch.tensor(E2M1_DOUBLED, dtype=torch.int8, device=pairs.device)
         packing, held = Packing(Codes.INT8), table[split_pairs(pairs).int()]

@@ -26,6 +26,9 @@ BLOCK_COLUMNS = 64
 """Columns whose 4-bit codes lie together: byte j of 32 has column j in its low half, and column j + 32 in its high
 half. Both halves of a tile of bytes are then runs of columns."""
 
+LARGEST_POWER = 2.0**16
+"""Of the scales of `Packing.powers`. No model has weights near that."""
+
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice what the codes of MXFP4 and NVFP4 stand for, as `Packing.table`; scales are halved instead."""
 
@@ -119,13 +122,14 @@ class Packing:
 
     codes: how they are stored. origin: the code of zero, subtracted from every code. table: what each 4-bit code
     stands for, 16 numbers, or None where it stands for itself; then `origin` is 0. short: codes of `Codes.INT8` are all
-    from -64 to 63.
+    from -64 to 63. powers: the table is E2M1_DOUBLED, and scales are powers of two up to LARGEST_POWER.
     """
 
     codes: Codes
     origin: int = 0
     table: tuple[float, ...] | None = None
     short: bool = False
+    powers: bool = False
 
 
 class PackedWeight(Weight):

@@ -38,6 +38,10 @@ class _Maker:
     def numbers(self, group: int, size: float, dtype: torch.dtype = torch.float16) -> GroupNumbers:
         return GroupNumbers(self.floats(group, dtype, size), group)
 
+    def powers(self, group: int, first: int, last: int) -> GroupNumbers:
+        exponents = self._whole(self.columns // group, first, last, torch.int32)
+        return GroupNumbers(torch.exp2(exponents.float()).bfloat16(), group)
+
     def factored(
         self, group: int, first: int, last: int, size: float, dtype: torch.dtype = torch.uint8
     ) -> GroupNumbers:
@@ -75,7 +79,7 @@ def _iq4_xs(maker: _Maker) -> _Parts:
 
 
 def _mxfp4(maker: _Maker) -> _Parts:
-    return Packing(Codes.BITS4, table=E2M1), maker.nibbles(), maker.numbers(32, 4e-3, torch.bfloat16), None
+    return Packing(Codes.BITS4, table=E2M1, powers=True), maker.nibbles(), maker.powers(32, -9, -6), None
 
 
 def _nvfp4(maker: _Maker) -> _Parts:

@@ -4,7 +4,7 @@ A tile has 16 rows and up to 64 bytes of each. Its rows lie side by side, so tha
 follows in a row is the next tile. Where it is known which columns a lane multiplies, 16 bytes of a row that a lane
 reads at once are four words, each of another run of 16 bytes. Of such a run word t, which lane t reads, has bytes
 4 * t and on where a lane multiplies 4 neighbouring columns, and bytes 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9 where
-it multiplies 2. Where a byte is two codes that stand for themselves, the second and the third byte of a word are
+it multiplies 2. Where a byte is two codes that no table is looked up for, the second and the third byte of a word are
 swapped: codes of neighbouring columns are then 16 bits apart, as the halves are that a lane multiplies together.
 Codes from -64 to 63 are held as 0 to 127, which are mantissas of bfloat16.
 Groups' numbers are transposed, those of as many columns as kernels multiply at a time in one word.
@@ -100,7 +100,8 @@ class Tiling:
     chunk: bytes of a row in a tile. columns: of a row whose groups' numbers are one word, one or two tiles. group: its
     columns, `ALL_COLUMNS` for one that is a row. lane_columns: of how many neighbouring
     columns a lane reads the codes together, 0 where bytes are not in the order of lanes. swapped: the second and third
-    byte of each word are.
+    byte of each word are. scaled: kernels multiply codes by their groups' scales before they multiply activations by
+    them, which rounds nothing: scales are powers of two.
     """
 
     chunk: int
@@ -108,6 +109,7 @@ class Tiling:
     group: int
     lane_columns: int
     swapped: bool
+    scaled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,10 @@ def tiling_of(packed: Packed, *, lane_columns: int) -> Tiling:
     for wide, chunk in cuts if lane_columns else cuts[1:]:
         divides = columns % wide == 0 and (group % wide == 0 or wide % group == 0)
         if divides and max(1, wide // group) * bits <= 64 and all(span % wide == 0 for span in spans):
-            swapped = lane_columns > 0 and halves == 2 and packed.packing.table is None
-            return Tiling(chunk, wide, group, lane_columns, swapped)
+            powers = packed.packing.powers and scales.factors is None and group == 32
+            scaled = powers and lane_columns > 0 and packed.dtype is torch.bfloat16
+            swapped = lane_columns > 0 and halves == 2 and (packed.packing.table is None or scaled)
+            return Tiling(chunk, wide, group, lane_columns, swapped, scaled)
     raise ValueError(f"no tile fits groups of {scales.group} of its {columns} columns")
 
 

@@ -2,9 +2,10 @@
 
 Codes are small whole numbers, or numbers of eight bits, which the activations' type holds exactly. They are multiplied
 as they are; the sum over a group of columns, in float32, is then multiplied by the group's scale, and what the group
-adds to each of its elements by the sum of the activations there. So no element is rounded before it is added up. Where
-groups have such offsets, what is multiplied may be a code and a number beside it, if that takes fewer instructions to
-make: the offsets take it off again.
+adds to each of its elements by the sum of the activations there. So no element is rounded before it is added up. Codes
+of MXFP4 are multiplied by their scales before, which are powers of two, so that nothing is rounded either. Where groups
+have offsets, what is multiplied may be a code and a number beside it, if that takes fewer instructions to make: the
+offsets take it off again.
 
 Codes are read a tile ahead, from memory to registers: no two warps multiply by the same ones, so that nothing is won
 by bringing them to where others see them. On NVIDIA's GPUs they lie in memory as `weights.tiled` says, so that a thread
@@ -60,7 +61,8 @@ class Form(NamedTuple):
     scaled. bytes: of them, in a row. scale, offset: types of the groups' numbers, "" for no offsets. scale_span,
     offset_span: columns that share a factor of these, 0 for no factors. sums: columns of a sum of the activations,
     which offsets are multiplied by. factor: what all scales are multiplied by. excess: how much more the numbers are
-    that `assembly` makes than what codes stand for, which offsets make up for.
+    that `assembly` makes than what codes stand for, which offsets make up for. scaled: as of `Tiling`; then `assembly`
+    takes what numbers are multiplied by too.
     """
 
     codes: str
@@ -82,6 +84,7 @@ class Form(NamedTuple):
     sums: int
     factor: float
     excess: int
+    scaled: bool
 
 
 def form_of(weight: TiledWeight) -> Form:
@@ -93,7 +96,9 @@ def form_of(weight: TiledWeight) -> Form:
     span = min(tiling.group, tiling.columns, _MOST_SPAN)
     exact = "bf16" if weight.dtype is torch.bfloat16 else "f16" if weight.dtype is torch.float16 else ""
     assembly, excess = "", 0
-    if tiling.lane_columns and exact:
+    if tiling.scaled:
+        assembly, factor = _SCALED_ASSEMBLY, 2.0**_LOWERED
+    elif tiling.lane_columns and exact:
         assembly, excess = _assembly(
             packing.codes, origin, table, exact, short=packing.short, exceeds=offsets is not None
         )
@@ -117,6 +122,7 @@ def form_of(weight: TiledWeight) -> Form:
         sums=min(_SUMS, span),
         factor=factor,
         excess=excess,
+        scaled=tiling.scaled,
     )
 
 
@@ -145,7 +151,7 @@ def multiplies_apart(form: Form) -> bool:
     zeros in place of the others, so that a turn's products are in one place when they are to be scaled: by a thread for
     each row of weights, rather than by four that scale zeros too, group after group.
     """
-    return form.lane_columns > 0 and 4 <= form.columns // form.span <= 8
+    return form.lane_columns > 0 and not form.scaled and 4 <= form.columns // form.span <= 8
 
 
 def multiplies_together(target: KernelTarget | None, width: int, height: int, warps: int) -> bool:
@@ -153,6 +159,32 @@ def multiplies_together(target: KernelTarget | None, width: int, height: int, wa
     for four warps, where Triton chooses them."""
     return target is not None and target.tensor_engine and warps % 4 == 0 and width % 64 == 0 and height >= 16
 
+
+_LOWERED = 16
+"""Numbers that are scaled are made 2**16 times too small, so that the largest are none that bfloat16 does not hold."""
+
+_RAISED = tl.constexpr((111 << 7) * 0x10001)
+"""What is added to the bits of two scales, which are half of what they stand for in bfloat16, to make of them what the
+numbers are multiplied by that `_SCALED_ASSEMBLY` makes at first: it makes up for 2**-126, and leaves 2**-_LOWERED."""
+
+_SCALED_ASSEMBLY = (
+    "{ .reg .b32 a, b, zero; mov.b32 zero, 0x80008000; "
+    + "".join(
+        f"{field} and.b32 a, a, 0x01C001C0; {sign} lop3.b32 a, b, 0x80008000, a, 0xEA; "
+        f"fma.rn.bf16x2 ${out}, a, ${5 + out // 2}, zero; "
+        for out, field, sign in (
+            (0, "shl.b32 a, $4, 6;", "shl.b32 b, $4, 12;"),
+            (1, "shr.u32 a, $4, 2;", "shl.b32 b, $4, 4;"),
+            (2, "shl.b32 a, $4, 2;", "shl.b32 b, $4, 8;"),
+            (3, "shr.u32 a, $4, 6;", "mov.b32 b, $4;"),
+        )
+    )
+    + "}"
+)
+"""PTX that makes numbers of 8 codes of 4 bits (a sign, two bits of an exponent and one of a mantissa), times what two
+words say: of the low half of each byte, and of the high one. Exponent and mantissa are put where bfloat16 has the
+lowest bits of its exponent and the highest one of its mantissa, as of numbers 2**126 times smaller, whose smallest are
+subnormal as well."""
 
 _SPREAD = "prmt.b32 a, $IN, 0, 0x4140; prmt.b32 b, $IN, 0, 0x4342;"
 """Four bytes become the low bytes of four halves of words: bits of a number whose lowest place counts 1."""
@@ -257,6 +289,34 @@ def _widened(bits, KIND: tl.constexpr):
     """Return the numbers of float8_e4m3fn's bits, int32: those of float16 whose exponent counts from elsewhere."""
     numbers = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     return (numbers.to(tl.float32) * 256.0).to(KIND)
+
+
+@triton.jit
+def _two_scales(words, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """Return what numbers are multiplied by that `_SCALED_ASSEMBLY` makes, for two of them each: the bfloat16 at an
+    index of those that words hold."""
+    bits = _half(words, INDEX, KIND).to(tl.int32)
+    if INDEX % 2:
+        bits = bits >> 16
+    return (bits & 0xFFFF) * 0x10001 + _RAISED
+
+
+@triton.jit
+def _scaled_numbers(
+    words, scales, AT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr,
+    TOGETHER: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Return what `_numbers` does, times scales: those of a turn, words [WIDTH], of whose bytes `words` are those from
+    AT on."""
+    kind: tl.constexpr = FORM.scale
+    of_low = _two_scales(scales, _index(AT, 0, FORM.halves, FORM.group), kind)
+    of_high = _two_scales(scales, _index(AT, 1, FORM.halves, FORM.group), kind)
+    low, more_low, high, more_high = tl.inline_asm_elementwise(
+        FORM.assembly, "=r,=r,=r,=r,r,r,r", [words, of_low[:, None], of_high[:, None]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    lows = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, TOGETHER, FORM)
+    return lows, _placed(_pairs(high, more_high, KIND), WIDTH, SIZE, WARPS, TOGETHER, FORM)
 
 
 @triton.jit
@@ -570,6 +630,145 @@ def _present(columns, ms, rows, APART: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
+def _read_turn(
+    c_at, o_at, at, scales, scale_factors, offsets, offset_factors, ns, us, height,
+    BLOCK_DEPTH: tl.constexpr, PAIRED: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Read a turn, the columns from `at` on: the codes of one or two tiles, and of the ups where the matrix is PAIRED;
+    then the scales and offsets of rows ns, and those of the ups' rows us, as `_group_numbers` has them.
+
+    c_at, o_at: where the codes begin, and those of the ups.
+    """
+    chunks: tl.constexpr = BLOCK_DEPTH // (FORM.halves * FORM.chunk)
+    each: tl.constexpr = 4 * FORM.chunk
+    word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
+    words, factor = _group_numbers(scales, scale_factors, ns, at, height, FORM.scale_span, word)
+    o_words, o_factor = _group_numbers(offsets, offset_factors, ns, at, height, FORM.offset_span, word)
+    u_words, u_factor, uo_words, uo_factor = words, factor, o_words, o_factor
+    if PAIRED:
+        u_words, u_factor = _group_numbers(scales, scale_factors, us, at, height, FORM.scale_span, word)
+        uo_words, uo_factor = _group_numbers(offsets, offset_factors, us, at, height, FORM.offset_span, word)
+    first = tl.load(c_at)
+    second, first_ups, second_ups = first, first, first
+    if chunks == 2:
+        second = tl.load(c_at + each)
+    if PAIRED:
+        first_ups = tl.load(o_at)
+        if chunks == 2:
+            second_ups = tl.load(o_at + each)
+    codes = first, second, first_ups, second_ups
+    return codes, words, factor, o_words, o_factor, u_words, u_factor, uo_words, uo_factor
+
+
+@triton.jit
+def _add_turn(
+    total, other, held, x_at, s_at, ms, rows,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, WARPS: tl.constexpr,
+    TOGETHER: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of `packed_sums` with those of a turn, which is `held` as `_read_turn` has read it.
+
+    x_at: the activations of its first columns. s_at: their sums, of rows ms.
+    """
+    kind: tl.constexpr = x_at.dtype.element_ty
+    apart: tl.constexpr = BLOCK_ROWS == 1
+    wide: tl.constexpr = _APART if apart else BLOCK_ROWS
+    size: tl.constexpr = FORM.chunk if apart and FORM.span >= 32 else FORM.bytes
+    halves: tl.constexpr = FORM.halves
+    chunk: tl.constexpr = FORM.chunk
+    chunks: tl.constexpr = BLOCK_DEPTH // (halves * chunk)
+    turn_sums: tl.constexpr = BLOCK_DEPTH // FORM.sums
+    span_sums: tl.constexpr = FORM.span // FORM.sums
+    spans: tl.constexpr = BLOCK_DEPTH // FORM.span
+    # Either costs registers that few rows' programs, which are small, have better uses for. Tried on an H200.
+    by_turn: tl.constexpr = FORM.offset != "" and (BLOCK_ROWS > 8 or not PAIRED or apart)
+    by_fma: tl.constexpr = FORM.assembly != "" and not apart and (BLOCK_ROWS > 8 or not by_turn)
+    places = tl.arange(0, BLOCK_WIDTH)
+    column = _columns(size, FORM)
+    codes, words, factor, o_words, o_factor, u_words, u_factor, uo_words, uo_factor = held
+    first_codes, second_codes, first_ups, second_ups = codes
+    sums_tile = places
+    if by_turn:
+        sums_tile = tl.load(s_at[:, None] + tl.arange(0, turn_sums)[None, :], mask=(ms < rows)[:, None], other=0.0)
+    product = total if FORM.scaled else tl.zeros((BLOCK_WIDTH, wide), tl.float32)
+    u_product = other if FORM.scaled else tl.zeros((BLOCK_WIDTH, wide), tl.float32)
+    for number in tl.static_range(chunks):
+        tile = first_codes if number == 0 else second_codes
+        u_tile = tile
+        if PAIRED:
+            u_tile = first_ups if number == 0 else second_ups
+        p0, p1, p2, p3 = _parts(tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
+        u0, u1, u2, u3 = _parts(u_tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
+        for part in tl.static_range(chunk // size):
+            own = p0 if part == 0 else p1 if part == 1 else p2 if part == 2 else p3
+            u_own = u0 if part == 0 else u1 if part == 1 else u2 if part == 2 else u3
+            if FORM.scaled:
+                low, high = _scaled_numbers(
+                    own, words, number * chunk + part * size, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind
+                )
+            else:
+                low, high = _numbers(own, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
+            u_low, u_high = low, high
+            if PAIRED and FORM.scaled:
+                u_low, u_high = _scaled_numbers(
+                    u_own, u_words, number * chunk + part * size, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind
+                )
+            elif PAIRED:
+                u_low, u_high = _numbers(u_own, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
+            for half in tl.static_range(halves):
+                present = _present(
+                    _column(number * chunk + part * size, half, halves) + column,
+                    ms,
+                    rows,
+                    wide if apart else 0,
+                    FORM.span,
+                )
+                x_tile = tl.load(x_at + _column(number * chunk + part * size, half, halves), mask=present, other=0.0)
+                product = tl.dot(low if half == 0 else high, x_tile, product, input_precision=PRECISION)
+                if PAIRED:
+                    u_product = tl.dot(u_low if half == 0 else u_high, x_tile, u_product, input_precision=PRECISION)
+                if (
+                    not apart
+                    and not FORM.scaled
+                    and _ends_span(number * chunk + part * size, half, halves, size, FORM.span)
+                ):
+                    x_sums = places
+                    if FORM.offset != "":
+                        x_sums = _sums_of_span(
+                            s_at, sums_tile, ms < rows,
+                            _index(number * chunk + part * size, half, halves, FORM.span) * span_sums,
+                            span_sums, BLOCK_ROWS, turn_sums, by_turn,
+                        )  # fmt: skip
+                    total = _scaled(
+                        total, product, words, factor, o_words, o_factor, x_sums,
+                        _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
+                    )  # fmt: skip
+                    product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                    if PAIRED:
+                        other = _scaled(
+                            other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
+                            _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
+                        )  # fmt: skip
+                        u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+    if apart:
+        for place in tl.static_range(spans):
+            total = _scaled_apart(
+                total, product, words, factor, o_words, o_factor, s_at, sums_tile, ms < rows,
+                _span_that_ends(place, halves, FORM.bytes, FORM.span), BLOCK_WIDTH, turn_sums, by_turn, by_fma,
+                FORM,
+            )  # fmt: skip
+            if PAIRED:
+                other = _scaled_apart(
+                    other, u_product, u_words, u_factor, uo_words, uo_factor, s_at, sums_tile, ms < rows,
+                    _span_that_ends(place, halves, FORM.bytes, FORM.span), BLOCK_WIDTH, turn_sums, by_turn, by_fma,
+                    FORM,
+                )  # fmt: skip
+    if FORM.scaled:
+        total, other = product, u_product
+    return total, other
+
+
+@triton.jit
 def packed_sums(
     x, codes, scales, scale_factors, offsets, offset_factors, sums, ms, block, first, last, rows, origin, height, width,
     depth,
@@ -583,21 +782,11 @@ def packed_sums(
     float32 [rows, depth / FORM.sums]. origin: the row of `codes` that the matrix begins with. height: how many rows
     these are. BLOCK_DEPTH: FORM.columns. TOGETHER: as of `multiplies_together`.
     """
-    kind: tl.constexpr = x.dtype.element_ty
     apart: tl.constexpr = BLOCK_ROWS == 1
     wide: tl.constexpr = _APART if apart else BLOCK_ROWS
     size: tl.constexpr = FORM.chunk if apart and FORM.span >= 32 else FORM.bytes
     halves: tl.constexpr = FORM.halves
     chunk: tl.constexpr = FORM.chunk
-    chunks: tl.constexpr = BLOCK_DEPTH // (halves * chunk)
-    each: tl.constexpr = 4 * chunk
-    word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
-    turn_sums: tl.constexpr = BLOCK_DEPTH // FORM.sums
-    span_sums: tl.constexpr = FORM.span // FORM.sums
-    spans: tl.constexpr = BLOCK_DEPTH // FORM.span
-    # Either costs registers that few rows' programs, which are small, have better uses for. Tried on an H200.
-    by_turn: tl.constexpr = FORM.offset != "" and (BLOCK_ROWS > 8 or not PAIRED or apart)
-    by_fma: tl.constexpr = FORM.assembly != "" and not apart and (BLOCK_ROWS > 8 or not by_turn)
     places = tl.arange(0, BLOCK_WIDTH)
     read = _read_rows(BLOCK_WIDTH, FORM.lane_columns > 0, WARPS)
     # The last block reads some rows twice rather than rows that are not there.
@@ -618,117 +807,30 @@ def packed_sums(
     s_at = ms
     if FORM.offset != "":
         s_at = sums + ms * (depth // FORM.sums) + first // FORM.sums
+    if FORM.scaled:
+        # Scales meet the codes as these are read, and not what comes of the products.
+        ns = read.to(tl.int32)
     us = ns + width if PAIRED else ns
-    words, factor = _group_numbers(scales, scale_factors, ns, begin, height, FORM.scale_span, word)
-    o_words, o_factor = _group_numbers(offsets, offset_factors, ns, begin, height, FORM.offset_span, word)
-    u_words, u_factor, uo_words, uo_factor = words, factor, o_words, o_factor
-    if PAIRED:
-        u_words, u_factor = _group_numbers(scales, scale_factors, us, begin, height, FORM.scale_span, word)
-        uo_words, uo_factor = _group_numbers(offsets, offset_factors, us, begin, height, FORM.offset_span, word)
-    first_codes = tl.load(c_at)
-    second_codes, first_ups, second_ups = first_codes, first_codes, first_codes
-    if chunks == 2:
-        second_codes = tl.load(c_at + each)
-    if PAIRED:
-        first_ups = tl.load(o_at)
-        if chunks == 2:
-            second_ups = tl.load(o_at + each)
+    held = _read_turn(
+        c_at, o_at, begin, scales, scale_factors, offsets, offset_factors, ns, us, height, BLOCK_DEPTH, PAIRED, FORM
+    )
     total = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
     other = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
     for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
-        # The next turn's codes and numbers are on their way while these are multiplied; behind the last one, its own.
+        # The next turn is on its way while this one is multiplied; behind the last one, itself.
         ahead = tl.where(k + BLOCK_DEPTH < last, BLOCK_DEPTH, 0)
-        then = k + ahead
         c_at += ahead // halves * 4
-        next_first, next_second, next_first_ups, next_second_ups = first_codes, second_codes, first_ups, second_ups
-        next_first = tl.load(c_at)
-        if chunks == 2:
-            next_second = tl.load(c_at + each)
-        next_words, next_factor = _group_numbers(scales, scale_factors, ns, then, height, FORM.scale_span, word)
-        next_o_words, next_o_factor = _group_numbers(offsets, offset_factors, ns, then, height, FORM.offset_span, word)
-        next_u_words, next_u_factor, next_uo_words, next_uo_factor = u_words, u_factor, uo_words, uo_factor
         if PAIRED:
             o_at += ahead // halves * 4
-            next_first_ups = tl.load(o_at)
-            if chunks == 2:
-                next_second_ups = tl.load(o_at + each)
-            next_u_words, next_u_factor = _group_numbers(scales, scale_factors, us, then, height, FORM.scale_span, word)
-            next_uo_words, next_uo_factor = _group_numbers(
-                offsets, offset_factors, us, then, height, FORM.offset_span, word
-            )
-        sums_tile = places
-        if by_turn:
-            sums_tile = tl.load(s_at[:, None] + tl.arange(0, turn_sums)[None, :], mask=(ms < rows)[:, None], other=0.0)
-        product = tl.zeros((BLOCK_WIDTH, wide), tl.float32)
-        u_product = tl.zeros((BLOCK_WIDTH, wide), tl.float32)
-        for number in tl.static_range(chunks):
-            tile = first_codes if number == 0 else second_codes
-            u_tile = tile
-            if PAIRED:
-                u_tile = first_ups if number == 0 else second_ups
-            p0, p1, p2, p3 = _parts(tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
-            u0, u1, u2, u3 = _parts(u_tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
-            for part in tl.static_range(chunk // size):
-                low, high = _numbers(
-                    p0 if part == 0 else p1 if part == 1 else p2 if part == 2 else p3,
-                    BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind,
-                )  # fmt: skip
-                u_low, u_high = low, high
-                if PAIRED:
-                    u_low, u_high = _numbers(
-                        u0 if part == 0 else u1 if part == 1 else u2 if part == 2 else u3,
-                        BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind,
-                    )  # fmt: skip
-                for half in tl.static_range(halves):
-                    present = _present(
-                        _column(number * chunk + part * size, half, halves) + column,
-                        ms,
-                        rows,
-                        wide if apart else 0,
-                        FORM.span,
-                    )
-                    x_tile = tl.load(
-                        x_at + _column(number * chunk + part * size, half, halves), mask=present, other=0.0
-                    )
-                    product = tl.dot(low if half == 0 else high, x_tile, product, input_precision=PRECISION)
-                    if PAIRED:
-                        u_product = tl.dot(u_low if half == 0 else u_high, x_tile, u_product, input_precision=PRECISION)
-                    if not apart and _ends_span(number * chunk + part * size, half, halves, size, FORM.span):
-                        x_sums = places
-                        if FORM.offset != "":
-                            x_sums = _sums_of_span(
-                                s_at, sums_tile, ms < rows,
-                                _index(number * chunk + part * size, half, halves, FORM.span) * span_sums,
-                                span_sums, BLOCK_ROWS, turn_sums, by_turn,
-                            )  # fmt: skip
-                        total = _scaled(
-                            total, product, words, factor, o_words, o_factor, x_sums,
-                            _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
-                        )  # fmt: skip
-                        product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
-                        if PAIRED:
-                            other = _scaled(
-                                other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
-                                _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
-                            )  # fmt: skip
-                            u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
-        if apart:
-            for place in tl.static_range(spans):
-                total = _scaled_apart(
-                    total, product, words, factor, o_words, o_factor, s_at, sums_tile, ms < rows,
-                    _span_that_ends(place, halves, FORM.bytes, FORM.span), BLOCK_WIDTH, turn_sums, by_turn, by_fma,
-                    FORM,
-                )  # fmt: skip
-                if PAIRED:
-                    other = _scaled_apart(
-                        other, u_product, u_words, u_factor, uo_words, uo_factor, s_at, sums_tile, ms < rows,
-                        _span_that_ends(place, halves, FORM.bytes, FORM.span), BLOCK_WIDTH, turn_sums, by_turn, by_fma,
-                        FORM,
-                    )  # fmt: skip
-        words, factor, o_words, o_factor = next_words, next_factor, next_o_words, next_o_factor
-        u_words, u_factor, uo_words, uo_factor = next_u_words, next_u_factor, next_uo_words, next_uo_factor
-        first_codes, second_codes = next_first, next_second
-        first_ups, second_ups = next_first_ups, next_second_ups
+        following = _read_turn(
+            c_at, o_at, k + ahead, scales, scale_factors, offsets, offset_factors, ns, us, height, BLOCK_DEPTH, PAIRED,
+            FORM,
+        )  # fmt: skip
+        total, other = _add_turn(
+            total, other, held, x_at, s_at, ms, rows, BLOCK_ROWS, BLOCK_WIDTH, BLOCK_DEPTH, WARPS, TOGETHER, PAIRED,
+            PRECISION, FORM,
+        )  # fmt: skip
+        held = following
         x_at += BLOCK_DEPTH
         if FORM.offset != "":
             s_at += BLOCK_DEPTH // FORM.sums

@@ -201,6 +201,16 @@ def test_a_stage_reads_its_own_layers_alone(models: Callable[[str], Model], tmp_
         load_stage(path, (2, 3))
 
 
+def test_powers_of_two_that_kernels_do_not_know_are_refused(models: Callable[[str], Model], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    content = bytearray(models("gpt_oss MXFP4").path.read_bytes())
+    spoilt = read_gguf(models("gpt_oss MXFP4").path).tensors["blk.0.ffn_down_exps.weight"]
+    content[spoilt.begin] = 145
+    path.write_bytes(content)
+    with pytest.raises(DataLoss, match=r"tensor blk.0.ffn_down_exps.weight in .*model.gguf has scales above 2\*\*17"):
+        load_stage(path, (0, 1))
+
+
 def test_scales_of_whole_matrices_are_checked(models: Callable[[str], Model], tmp_path: Path) -> None:
     """They are finite, and one for each of many experts; rows that are looked up are multiplied by them, and kernels
     know them, with columns in another order too."""

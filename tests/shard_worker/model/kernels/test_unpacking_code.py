@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from shard_worker.weights.packed import Codes, PackedWeight
+from shard_worker.weights.packed import LARGEST_POWER, Codes, GroupNumbers, PackedWeight
 from shard_worker.weights.random_packed import random_packed
 from shard_worker.weights.tiled import SHORT_ORIGIN, TiledWeight, tiling_of
 
@@ -39,9 +39,9 @@ def permuted(first: int, second: int, selector: int) -> int:
     return result
 
 
-def run(assembly: str, word: int, outputs: int, dtype: torch.dtype) -> list[int]:
-    """Return what the code writes to its outputs for a word of four bytes."""
-    registers = {f"${outputs}": word}
+def run(assembly: str, words: Sequence[int], outputs: int, dtype: torch.dtype) -> list[int]:
+    """Return what the code writes to its outputs for a word of four bytes, and the words behind it."""
+    registers = {f"${outputs + place}": word for place, word in enumerate(words)}
 
     def value(text: str) -> int:
         return registers[text] if text in registers else int(text, 0)
@@ -58,6 +58,7 @@ def run(assembly: str, word: int, outputs: int, dtype: torch.dtype) -> list[int]
         "mov": lambda first: first,
         "and": lambda first, second: first & second,
         "shr": lambda first, second: first >> second,
+        "shl": lambda first, second: first << second,
         "prmt": lambda first, second, third: permuted(first, second, third & 0xFFFF),
         "lop3": lop3,
         "fma": fma,
@@ -79,6 +80,13 @@ def numbers_of(weight: PackedWeight, codes: torch.Tensor) -> list[float]:
     return [code - weight.packing.origin if table is None else table[code] for code in codes.tolist()]
 
 
+def two_scales(scale: float) -> int:
+    """What kernels make of a scale in bfloat16 for the PTX."""
+    from shard_worker.model.kernels.codes import _RAISED
+
+    return as_word([scale] * 2, torch.bfloat16) + _RAISED.value
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["int4", "q4_k", "awq", "iq4_xs", "mxfp4", "q8_0", "q6_k", "q5_k", "fp8"])
 def test_bytes_become_what_they_stand_for(kind: str, dtype: torch.dtype) -> None:
@@ -93,8 +101,43 @@ def test_bytes_become_what_they_stand_for(kind: str, dtype: torch.dtype) -> None
         chosen = [0 if kind == "fp8" and byte & 127 == 127 else byte for byte in places]
         if weight.packing.short:
             chosen = [byte & 127 for byte in chosen]
-        written = run(form.assembly, int.from_bytes(bytes(chosen), "little"), 2 * form.halves, dtype)
+        words = [int.from_bytes(bytes(chosen), "little")]
+        if form.scaled:
+            # What makes up for the scales being halved, and the numbers too small.
+            words += [two_scales(form.factor)] * 2
+        written = run(form.assembly, words, 2 * form.halves, dtype)
         found = [number for word in written for number in halves(word, dtype)]
         held = torch.tensor(chosen)[[0, 2, 1, 3] if form.swapped else [0, 1, 2, 3]]
         expected = numbers_of(weight, torch.cat([held & 15, held >> 4]) if form.halves == 2 else held)
         assert found == [number + form.excess for number in expected]
+
+
+@pytest.mark.parametrize("exponent", [-90, -9, 0, 15, 16])
+def test_codes_are_multiplied_by_powers_of_two(exponent: int) -> None:
+    """Exactly, up to the largest scale there may be; the low halves of bytes by one, the high ones by another."""
+    from shard_worker.model.kernels.codes import form_of
+
+    assert LARGEST_POWER == 2.0**16
+    weight = random_packed("mxfp4", 1, 256, torch.bfloat16, torch.device("cpu"))
+    form = form_of(TiledWeight(weight, tiling_of(weight, lane_columns=2)))
+    assert form.scaled
+    low, high = 2.0**exponent, 2.0 ** (exponent - 2)
+    for byte in range(256):
+        word = int.from_bytes(bytes([byte] * 4), "little")
+        written = run(form.assembly, [word, two_scales(low), two_scales(high)], 4, torch.bfloat16)
+        found = [number * form.factor for word in written for number in halves(word, torch.bfloat16)]
+        table = weight.packing.table
+        assert table is not None
+        assert found == [table[byte & 15] * low] * 4 + [table[byte >> 4] * high] * 4
+
+
+@pytest.mark.parametrize("change", ["dtype", "scales", "group"])
+def test_other_numbers_are_scaled_behind_their_products(change: str) -> None:
+    """Where an element would be rounded: by another type, scales that are no powers of two, or other groups."""
+    kind = {"dtype": "mxfp4", "scales": "nvfp4", "group": "mxfp4"}[change]
+    dtype = torch.float16 if change == "dtype" else torch.bfloat16
+    weight = random_packed(kind, 1, 256, dtype, torch.device("cpu"))
+    if change == "group":
+        scales = GroupNumbers(weight.scales.values[:, ::2], 64)
+        weight = PackedWeight(weight.packing, weight.codes, scales, dtype=dtype)
+    assert not tiling_of(weight, lane_columns=2).scaled
