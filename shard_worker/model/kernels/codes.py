@@ -686,70 +686,55 @@ def _add_turn(
     places = tl.arange(0, BLOCK_WIDTH)
     column = _columns(size, FORM)
     codes, words, factor, o_words, o_factor, u_words, u_factor, uo_words, uo_factor = held
-    first_codes, second_codes, first_ups, second_ups = codes
+    first, second, ups, more_ups = codes
     sums_tile = places
     if by_turn:
         sums_tile = tl.load(s_at[:, None] + tl.arange(0, turn_sums)[None, :], mask=(ms < rows)[:, None], other=0.0)
     product = total if FORM.scaled else tl.zeros((BLOCK_WIDTH, wide), tl.float32)
     u_product = other if FORM.scaled else tl.zeros((BLOCK_WIDTH, wide), tl.float32)
-    for number in tl.static_range(chunks):
-        tile = first_codes if number == 0 else second_codes
-        u_tile = tile
-        if PAIRED:
-            u_tile = first_ups if number == 0 else second_ups
-        p0, p1, p2, p3 = _parts(tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
-        u0, u1, u2, u3 = _parts(u_tile, BLOCK_WIDTH, chunk, size, FORM.lane_columns > 0)
-        for part in tl.static_range(chunk // size):
-            own = p0 if part == 0 else p1 if part == 1 else p2 if part == 2 else p3
-            u_own = u0 if part == 0 else u1 if part == 1 else u2 if part == 2 else u3
-            if FORM.scaled:
-                low, high = _scaled_numbers(
-                    own, words, number * chunk + part * size, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind
-                )
-            else:
-                low, high = _numbers(own, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
-            u_low, u_high = low, high
-            if PAIRED and FORM.scaled:
-                u_low, u_high = _scaled_numbers(
-                    u_own, u_words, number * chunk + part * size, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind
-                )
-            elif PAIRED:
-                u_low, u_high = _numbers(u_own, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
-            for half in tl.static_range(halves):
-                present = _present(
-                    _column(number * chunk + part * size, half, halves) + column,
-                    ms,
-                    rows,
-                    wide if apart else 0,
-                    FORM.span,
-                )
-                x_tile = tl.load(x_at + _column(number * chunk + part * size, half, halves), mask=present, other=0.0)
-                product = tl.dot(low if half == 0 else high, x_tile, product, input_precision=PRECISION)
-                if PAIRED:
-                    u_product = tl.dot(u_low if half == 0 else u_high, x_tile, u_product, input_precision=PRECISION)
-                if (
-                    not apart
-                    and not FORM.scaled
-                    and _ends_span(number * chunk + part * size, half, halves, size, FORM.span)
-                ):
-                    x_sums = places
-                    if FORM.offset != "":
-                        x_sums = _sums_of_span(
-                            s_at, sums_tile, ms < rows,
-                            _index(number * chunk + part * size, half, halves, FORM.span) * span_sums,
-                            span_sums, BLOCK_ROWS, turn_sums, by_turn,
-                        )  # fmt: skip
-                    total = _scaled(
-                        total, product, words, factor, o_words, o_factor, x_sums,
-                        _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
+    lanes: tl.constexpr = FORM.lane_columns > 0
+    firsts, first_ups = _parts(first, BLOCK_WIDTH, chunk, size, lanes), _parts(ups, BLOCK_WIDTH, chunk, size, lanes)
+    seconds, second_ups = firsts, first_ups
+    if chunks == 2:
+        seconds = _parts(second, BLOCK_WIDTH, chunk, size, lanes)
+        second_ups = _parts(more_ups, BLOCK_WIDTH, chunk, size, lanes)
+    for at in tl.static_range(0, chunks * chunk, size):
+        # Bytes from `at` on of a row of the turn.
+        own = (firsts if at < chunk else seconds)[at % chunk // size]
+        u_own = (first_ups if at < chunk else second_ups)[at % chunk // size]
+        if FORM.scaled:
+            low, high = _scaled_numbers(own, words, at, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
+        else:
+            low, high = _numbers(own, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
+        u_low, u_high = low, high
+        if PAIRED and FORM.scaled:
+            u_low, u_high = _scaled_numbers(u_own, u_words, at, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
+        elif PAIRED:
+            u_low, u_high = _numbers(u_own, BLOCK_WIDTH, size, WARPS, TOGETHER, FORM, kind)
+        for half in tl.static_range(halves):
+            present = _present(_column(at, half, halves) + column, ms, rows, wide if apart else 0, FORM.span)
+            x_tile = tl.load(x_at + _column(at, half, halves), mask=present, other=0.0)
+            product = tl.dot(low if half == 0 else high, x_tile, product, input_precision=PRECISION)
+            if PAIRED:
+                u_product = tl.dot(u_low if half == 0 else u_high, x_tile, u_product, input_precision=PRECISION)
+            if not apart and not FORM.scaled and _ends_span(at, half, halves, size, FORM.span):
+                x_sums = places
+                if FORM.offset != "":
+                    x_sums = _sums_of_span(
+                        s_at, sums_tile, ms < rows, _index(at, half, halves, FORM.span) * span_sums, span_sums,
+                        BLOCK_ROWS, turn_sums, by_turn,
                     )  # fmt: skip
-                    product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
-                    if PAIRED:
-                        other = _scaled(
-                            other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
-                            _index(number * chunk + part * size, half, halves, FORM.group), by_fma, FORM,
-                        )  # fmt: skip
-                        u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                total = _scaled(
+                    total, product, words, factor, o_words, o_factor, x_sums, _index(at, half, halves, FORM.group),
+                    by_fma, FORM,
+                )  # fmt: skip
+                product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                if PAIRED:
+                    other = _scaled(
+                        other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
+                        _index(at, half, halves, FORM.group), by_fma, FORM,
+                    )  # fmt: skip
+                    u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
     if apart:
         for place in tl.static_range(spans):
             total = _scaled_apart(
