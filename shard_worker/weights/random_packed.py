@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from shard_worker.weights.packed import Codes, GroupNumbers, PackedWeight, Packing
+from shard_worker.weights.packed import E2M1_DOUBLED, Codes, GroupNumbers, PackedWeight, Packing
 
 IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
-E2M1 = tuple(map(float, (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)))
-"""Twice the numbers of the format."""
+E2M1 = tuple(map(float, E2M1_DOUBLED))
 
 
 class _Maker:

@@ -308,9 +308,9 @@ def _scaled_numbers(
 ):  # fmt: skip
     """Return what `_numbers` does, times scales: those of a turn, words [WIDTH], of whose bytes `words` are those from
     AT on."""
-    kind: tl.constexpr = FORM.scale
-    of_low = _two_scales(scales, _index(AT, 0, FORM.halves, FORM.group), kind)
-    of_high = _two_scales(scales, _index(AT, 1, FORM.halves, FORM.group), kind)
+    scale_kind: tl.constexpr = FORM.scale
+    of_low = _two_scales(scales, _index(AT, 0, FORM.halves, FORM.group), scale_kind)
+    of_high = _two_scales(scales, _index(AT, 1, FORM.halves, FORM.group), scale_kind)
     low, more_low, high, more_high = tl.inline_asm_elementwise(
         FORM.assembly, "=r,=r,=r,=r,r,r,r", [words, of_low[:, None], of_high[:, None]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
