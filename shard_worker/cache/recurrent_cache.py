@@ -6,7 +6,7 @@ Layers are stacked, so that committing a block is a few operators for all of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,8 @@ class RecurrentCache:
     Decays are the running sums of log decays where the block was computed as one, and each row's own factor where its
     rows were computed one by one, or by kernels.
     addresses: of these five tensors, and behind them how many rows of a block there is room for.
+    deferred: where among these records the last row is that counts, if the state has not advanced by it: one of a step
+    that was launched behind another one may be taken back. None where the state is up to date.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class RecurrentCache:
         self.corrected = zeros(heads, block_rows, shape.value_head_dim)
         self.decays = zeros(heads, block_rows)
         self.addresses = (*(tensor.data_ptr() for tensor in self._tensors), block_rows)
+        self.deferred: int | None = None
+        self._advance: Callable[[torch.Tensor], None] | None = None
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
@@ -64,12 +68,44 @@ class RecurrentCache:
     @functools.cached_property
     def step_parameters(self) -> torch.Tensor:
         """The addresses on the device as kernels take them, int64 [1, n]: a step of no rows."""
-        return torch.tensor([[0, 0, 0, *self.addresses]], device=self.state.device)
+        return self._parameters_from(0)
+
+    def _parameters_from(self, first: int) -> torch.Tensor:
+        """Return them with the record of the row `first` as that of a block's first row."""
+        state, conv, *records, room = self.addresses
+        apart = (self.keys.shape[-1], self.corrected.shape[-1], 1)
+        moved = [at + first * width * self.keys.itemsize for at, width in zip(records, apart, strict=True)]
+        return torch.tensor([[0, 0, 0, state, conv, *moved, room]], device=self.state.device)
 
     @property
     def size_bytes(self) -> int:
         """Memory that it takes."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+    def begin_row(self, advance: Callable[[torch.Tensor], None] | None = None) -> int | None:
+        """Note that a single row is computed next; return where the one before is recorded by which the state advances
+        in that step first, if it was deferred.
+
+        advance: makes the state advance by the first row that parameters like `step_parameters` record; None where
+        the state advances by the new row at once, which is deferred otherwise.
+        """
+        before, self._advance, self.deferred = self.deferred, advance, None
+        if advance is not None:
+            # Beside the record before it, which is still being read.
+            self.deferred = 1 if before == 0 else 0
+        return before
+
+    def take_back(self) -> None:
+        """Leave out the row that was deferred, where one was."""
+        self.deferred = None
+
+    def settle(self) -> None:
+        """Advance the state by the row that was deferred, if one was: to be called before anything reads it but a step
+        of several sessions that is told of that row."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            assert self._advance is not None
+            self._advance(self._parameters_from(deferred))
 
     def advance_inputs(self, slot: int, rows: torch.Tensor) -> None:
         """Let new rows [n, channels] count: the last ones are what the next convolution begins with."""

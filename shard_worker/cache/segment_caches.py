@@ -122,8 +122,24 @@ class SegmentCaches:
         for cache in self.others:
             cache.free_unseen(length)
 
+    @property
+    def defers(self) -> bool:
+        """Whether recurrent layers are to advance by a row later, as `RecurrentCache.deferred` says."""
+        return self.recurrent is not None and self.recurrent.deferred is not None
+
+    def settle(self) -> None:
+        """Let the states of recurrent layers be those behind all rows that count, as `RecurrentCache.settle`."""
+        if self.recurrent is not None:
+            self.recurrent.settle()
+
+    def take_back(self) -> None:
+        """Leave out the last row, of which recurrent layers have deferred to advance by it."""
+        if self.recurrent is not None:
+            self.recurrent.take_back()
+
     def views(self) -> list[StateView]:
         """Return a view for each of `state_groups`, in that order."""
+        self.settle()
         views: list[StateView] = []
         for cache in self.attentions:
             views += [AttentionView(cache, slice(None), which) for which in (0, 1)]

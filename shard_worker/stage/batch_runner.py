@@ -66,6 +66,16 @@ class SessionTokens:
         """The session's positions, these rows' included."""
         return self.base + len(self.token_ids)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one row, which counts."""
+        return len(self.token_ids) == 1 and not self.uncommitted and self.behind is None
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is one row with a token of `token_of_row`: it counts, but may be taken back."""
+        return self.is_single and self.token_ids[0] < 0
+
 
 @record(frozen=True, slots=True)
 class PlacedStep:
@@ -89,6 +99,8 @@ class BatchRunner:
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
         self._longest = config.max_position
+        self._may_follow = embedding is not None and head is not None
+        """Whether rows may have tokens of `token_of_row`."""
         self.row_counts = row_counts(segment)
         """The numbers of rows that its steps are made with."""
         self._parameters = StepParameters(
@@ -158,10 +170,10 @@ class BatchRunner:
         the tokens, keeps nothing that could not be left out later, and has been captured, which would be in the way of
         those results.
 
-        blocks: they are blocks of a draft that were issued with the last step, of which recurrent layers keep nothing
-        by themselves; otherwise single rows, with tokens of `token_of_row`.
+        blocks: they are blocks of a draft that were issued with the last step; otherwise single rows, with tokens of
+        `token_of_row`.
         """
-        if self._embedding is None or self._head is None or (self._layers.delta is not None and not blocks):
+        if not self._may_follow:
             return False
         if self._own is not None:
             # What tokens bring to each layer is looked up on the host.
@@ -271,21 +283,30 @@ class BatchRunner:
         from shard_worker.model.kernels.attention import chunk_count, sums_room
 
         first_row = before
-        for number, session in enumerate(sessions, before):
+        for session in sessions:
             session.caches.reserve(session.length)
+        # Nothing fails from here on: what is noted of a state is done with it, too.
+        for number, session in enumerate(sessions, before):
             rows = len(session.token_ids)
+            deferred, recurrent = None, session.caches.recurrent
+            defers = recurrent is not None and self._may_follow and session.follows
+            if recurrent is not None and session.is_single:
+                deferred = recurrent.begin_row(self._advance if defers else None)
+            elif recurrent is not None:
+                recurrent.settle()
             self._parameters.add(
                 number,
                 first_row,
                 session.base,
                 rows,
                 token_ids=session.token_ids if known else (),
-                uncommitted=session.uncommitted,
+                uncommitted=session.uncommitted or defers,
                 first_sum=first_sum,
                 behind=session.behind,
+                deferred=deferred,
                 attention=session.caches.attention,
                 others=session.caches.others,
-                recurrent=session.caches.recurrent,
+                recurrent=recurrent,
             )
             if self._own is not None:
                 self._own.fill(first_row, session.token_ids, self._parameters.turn)
@@ -294,6 +315,16 @@ class BatchRunner:
         # Kernels would write behind it.
         assert first_sum <= sums_room(self._made_with(first_row), self._longest, alone=False)
         return first_sum
+
+    def _advance(self, recorded: torch.Tensor) -> None:
+        """Make recurrent layers of a session advance by the row that was deferred, as `RecurrentCache.defer` says."""
+        from shard_worker.model.kernels import deltanet
+        from shard_worker.model.kernels.step_parameters import Places
+
+        assert self._layers.delta is not None
+        with self._segment.device.current():
+            one = torch.ones(1, dtype=torch.int64, device=self._hidden.device)
+            deltanet.commit(self._layers.delta, Places(recorded), one, self._hidden)
 
     def _taken_in(self, tensors: Sequence[WireTensor]) -> torch.Tensor:
         """Return the rows in page-locked memory, which the last step of the same turn has left."""
@@ -327,7 +358,7 @@ class BatchRunner:
         """Launch a step whose parameters are on the device."""
         from shard_worker.model.kernels.step_parameters import take_tokens
 
-        if self._embedding is not None and self._head is not None:
+        if self._may_follow:
             take_tokens(self._parameters.tokens[: variant.rows], self._tokens_made)
         step = launch(
             self._segment,

@@ -134,6 +134,8 @@ class Segment:
         embeddings of their own.
         """
         hidden = hidden.to(self.device.torch_device)
+        for session in sessions:
+            session.caches.settle()
         # Attention with sinks needs no masks in memory.
         masked = frozenset[AttentionShape]() if self.config.attention_sinks else self.attention_shapes
         rows = make_rows(

@@ -304,6 +304,8 @@ class Stage:
             state.pending = 0
         else:
             state.length -= 1
+            for caches in state.caches:
+                caches.take_back()
 
     def commit_last(self, counts: torch.Tensor) -> None:
         """Let rows count of each session of the step of several launched last, as `BatchRunner.commit_last`."""

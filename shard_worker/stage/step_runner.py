@@ -178,6 +178,7 @@ class StepRunner:
         return True
 
     def _fill(self, caches: SegmentCaches) -> None:
+        caches.settle()
         self._parameters.fill(0, 0, attention=caches.attention, others=caches.others, recurrent=caches.recurrent)
         self._filled_caches = weakref.ref(caches)
 
@@ -224,7 +225,7 @@ class StepRunner:
         variant = self._last_variant
         if self._gate is None or variant is None or self._prelaunched is not None:
             return
-        if running and (self._filled_caches() is not caches or not caches.has_room(length)):
+        if running and (self._filled_caches() is not caches or not caches.has_room(length) or caches.defers):
             return
         if not running:
             caches.reserve(length)

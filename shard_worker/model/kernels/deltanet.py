@@ -1,8 +1,9 @@
 """The gated delta rule for a step's rows, session by session: convolution and norms, recurrence, gated norm, commit.
 
 The state is read where it lies; a step whose rows may be rolled back leaves it as it was and records what advancing it
-by any number of them needs. Rows are taken one after the other, so that a row's result is the same in a step of its
-own, in a block, and after a commit.
+by any number of them needs. Of several sessions single rows may be recorded that the next step advances by, before its
+own one, in the same pass over the state. Rows are taken one after the other, so that a row's result is the same in a
+step of its own, in a block, and after a commit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shard_worker.model.kernels.step_parameters import (
     CORRECTED,
     COUNTED,
     DECAYS,
+    DEFERRED,
     FIRST_ROW,
     INPUTS,
     KEYS,
@@ -64,12 +66,14 @@ def _mix(
     LOGS: store the decay's logarithm instead of the decay. LINE: of `Places`.
     """
     row, head = tl.program_id(0), tl.program_id(1)
-    index, counts = row, True
+    index, counts, deferred = row, True, 0
     if LINE > 0:
         session = tl.load(sessions + row)
         index = tl.load(indices + row).to(tl.int32)
         counts = session >= 0
         lines += tl.maximum(session, 0) * LINE
+        # The input of a row that was deferred lies behind those that have counted so far.
+        deferred = (tl.load(lines + DEFERRED) > 0).to(tl.int32)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     kind = projected.dtype.element_ty
     is_value = head >= 2 * KEY_HEADS
@@ -86,14 +90,14 @@ def _mix(
         if tap > 0:
             factors = tl.load(taps + tap * channels + cs, mask=inside, other=0.0)
         behind = index + tap - (TAPS - 1)
-        kept_at = tl.multiple_of(memory + (index + tap) * channels + cs, 16)
+        kept_at = tl.multiple_of(memory + (index + tap + deferred) * channels + cs, 16)
         kept = tl.load(kept_at, mask=inside & counts & (behind < 0), other=0.0)
         new = tl.load(projected + (row + tap - (TAPS - 1)) * WIDTH + cs, mask=inside & (behind >= 0), other=0.0)
         total += tl.where(behind < 0, kept, new).to(tl.float32) * factors
     own = tl.load(projected + row * WIDTH + cs, mask=inside)
     # Of more rows than there is room for, which all count, the last ones are kept.
     place = index - tl.maximum(rows - room, 0)
-    own_at = tl.multiple_of(memory + (TAPS - 1 + place) * channels + cs, 16)
+    own_at = tl.multiple_of(memory + (TAPS - 1 + place + deferred) * channels + cs, 16)
     tl.store(own_at, own, mask=inside & counts & (index < rows) & (place >= 0))
     total = total / (1.0 + tl.exp(-total))
     if is_value:
@@ -109,6 +113,14 @@ def _mix(
         total = total * tl.rsqrt(tl.sum(total * total, 0) + 1e-6)
         total = tl.where(head < KEY_HEADS, total * (KEY_DIM**-0.5), total)
     tl.store(mixed + row * channels + cs, total, mask=inside)
+
+
+@triton.jit
+def _advanced(state, keys, corrected, decays, row, ks, vs, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Return columns of a head's state advanced by a recorded row: to the last bit as when the row was computed."""
+    decay = tl.load(decays + row)
+    k, u = tl.load(keys + row * KEY_DIM + ks), tl.load(corrected + row * VALUE_DIM + vs)
+    return tl.fma(tl.broadcast_to(k[:, None], state.shape), tl.broadcast_to(u[None, :], state.shape), state * decay)
 
 
 @triton.jit(do_not_specialize=["slot"])
@@ -133,9 +145,10 @@ def _recur(
     # A session without rows among others has no memory either.
     if LINE > 0 and rows == 0:
         return
-    recorded = UNCOMMITTED
+    recorded, deferred = UNCOMMITTED, 0
     if LINE > 0:
         recorded = tl.load(lines + COUNTED) == 0
+        deferred = tl.load(lines + DEFERRED).to(tl.int32)
         first = tl.load(lines + FIRST_ROW).to(tl.int32)
         mixed += first * channels
         gates += first * 2 * VALUE_HEADS
@@ -149,6 +162,16 @@ def _recur(
     g_at = gates + head
     q, k, v = tl.load(q_at), tl.load(q_at + KEY_HEADS * KEY_DIM), tl.load(v_at)
     decay, beta = tl.load(g_at), tl.load(g_at + VALUE_HEADS)
+    if LINE > 0:
+        if deferred > 0:
+            state = _advanced(state, keys, corrected, decays, deferred - 1, ks, vs, KEY_DIM, VALUE_DIM)
+            if recorded:
+                tl.store(state_at, state)
+        if deferred == 1:
+            # Others may still read the record there.
+            keys += KEY_DIM
+            corrected += VALUE_DIM
+            decays += 1
     for row in range(rows):
         # The next row's numbers are on their way while this one's are used.
         more = row + 1 < rows
@@ -219,12 +242,7 @@ def _commit_states(
     corrected = tl.load(lines + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
     decays = tl.load(lines + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
     for row in range(rows):
-        decay = tl.load(decays + row)
-        k, u = tl.load(keys + row * KEY_DIM + ks), tl.load(corrected + row * VALUE_DIM + vs)
-        # As in `_recur`, to the last bit.
-        state = tl.fma(
-            tl.broadcast_to(k[:, None], state.shape), tl.broadcast_to(u[None, :], state.shape), state * decay
-        )
+        state = _advanced(state, keys, corrected, decays, row, ks, vs, KEY_DIM, VALUE_DIM)
     tl.store(state_at, state)
 
 
@@ -235,13 +253,19 @@ def _commit_inputs(
 ):  # fmt: skip
     """Make the last TAPS - 1 inputs of a session's rows that count those that its next convolution begins with.
 
-    RECORDED: leave out, among several, sessions whose rows were not recorded.
+    RECORDED: leave out, among several, sessions whose rows were not recorded. Otherwise a row that was deferred counts
+    as well, and the input of one that is deferred by now moves up behind it.
     """
     layer, block, session = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lines += session * LINE
     kind = kind_like.dtype.element_ty
     cs = block * BLOCK + tl.arange(0, BLOCK)
     rows, room = tl.load(counts + session * apart), tl.load(lines + ROOM)
+    defers = False
+    if LINE > 0 and not RECORDED:
+        deferred = (tl.load(lines + DEFERRED) > 0).to(rows.dtype)
+        defers = (deferred > 0) & (rows == 0)
+        rows += deferred
     inside = (cs < CHANNELS) & (rows > 0)
     if LINE > 0 and RECORDED:
         inside = inside & (tl.load(lines + COUNTED) == 0)
@@ -251,6 +275,9 @@ def _commit_inputs(
     for row in tl.static_range(TAPS - 1):
         later = tl.load(tl.multiple_of(memory + (rows + row) * CHANNELS + cs, 16), mask=inside)
         tl.store(tl.multiple_of(memory + row * CHANNELS + cs, 16), later, mask=inside)
+    if LINE > 0 and not RECORDED:
+        last = tl.load(tl.multiple_of(memory + TAPS * CHANNELS + cs, 16), mask=inside & defers)
+        tl.store(tl.multiple_of(memory + (TAPS - 1) * CHANNELS + cs, 16), last, mask=inside & defers)
 
 
 def run(

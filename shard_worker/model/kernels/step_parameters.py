@@ -37,7 +37,11 @@ where this one begins, 0 where the host knows that; and of what it finds: 1 wher
 
 COUNTED = tl.constexpr(12)
 """The index of how many of the session's rows count as soon as they are computed, in a step of several sessions: all of
-them, or 0 where a commit says later how many do."""
+them, or 0 where a commit, or the next step, says later how many do."""
+
+DEFERRED = tl.constexpr(13)
+"""The index of which row recurrent layers are still to advance by before the step's own one, which is a single row: one
+more than the place of its record (`RecurrentCache.deferred`), 0 where there is none."""
 
 FIRST_PAGE = tl.constexpr(16)
 """The index of the address of the session's first page; the others follow, and behind those the pages of other caches,
@@ -46,7 +50,7 @@ which layers with keys of another shape have."""
 
 _FIRST_SUM, _FIRST_PAGE = FIRST_SUM.value, FIRST_PAGE.value
 assert [index.value for index in (BASE, ROWS, FIRST_ROW)] == [0, 1, 2]
-assert [index.value for index in (FIRST_SUM, BEHIND, ENDED, COUNTED)] == [*range(_FIRST_SUM, _FIRST_SUM + 4)]
+assert [index.value for index in (FIRST_SUM, BEHIND, ENDED, COUNTED, DEFERRED)] == [*range(_FIRST_SUM, _FIRST_SUM + 5)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,7 @@ class StepParameters:
         self._begun[self.turn] += 1
         self.wait()
         twin.placed[:] = -1
-        twin.lines[:, :, (ROWS.value, COUNTED.value)] = 0
+        twin.lines[:, :, (ROWS.value, COUNTED.value, DEFERRED.value)] = 0
 
     def mark(self) -> tuple[int, int]:
         """Return by what `take_up` knows the step that was begun last."""
@@ -232,6 +236,7 @@ class StepParameters:
         uncommitted: bool = False,
         first_sum: int = 0,
         behind: int | None = None,
+        deferred: int | None = None,
         attention: AttentionCache | None = None,
         others: Sequence[AttentionCache] = (),
         recurrent: RecurrentCache | None = None,
@@ -241,6 +246,7 @@ class StepParameters:
         first_row: the number of rows before it. base: the first row's position. uncommitted: a commit says later which
         of the rows count. first_sum: as of `FIRST_SUM`. behind: the session's number in the step before, where
         `complete_step` puts in the first row's position and tokens; `base` is then the highest that it may be.
+        deferred: where the row is recorded that recurrent layers advance by first, as of `RecurrentCache`.
         """
         # Words lie side by side: what is too much would be another session's.
         assert first_row + rows <= self._rows
@@ -256,8 +262,15 @@ class StepParameters:
             words[word] = token
         line = self._line_of(copy, session)
         words[line : line + 3] = array("q", (base, rows, first_row))
-        words[line + _FIRST_SUM : line + _FIRST_SUM + 4] = array(
-            "q", (first_sum, 0 if behind is None else behind + 1, 0, 0 if uncommitted else rows)
+        words[line + _FIRST_SUM : line + _FIRST_SUM + 5] = array(
+            "q",
+            (
+                first_sum,
+                0 if behind is None else behind + 1,
+                0,
+                0 if uncommitted else rows,
+                0 if deferred is None else deferred + 1,
+            ),
         )
         self._set_caches(line, attention, others, recurrent)
 

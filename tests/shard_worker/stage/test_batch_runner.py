@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from shard_worker.cache.prefix_state import WholeView
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
 from shard_worker.model.rows import SessionRows
@@ -21,6 +22,7 @@ from shard_worker.stage.batch_runner import (
 )
 from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage
+from shard_worker.stage.step_graph import token_of_row
 from shard_worker.stage.step_runner import StepRunner
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.packed import Packed
@@ -210,3 +212,91 @@ def test_steps_that_are_placed_before_their_tokens_are_known(tiny: Tiny, name: s
         assert torch.equal(one, other)
         for session in chosen:
             session.length += 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@torch.inference_mode()
+def test_rows_that_follow_may_be_taken_back(tiny: Tiny, name: str) -> None:
+    """A step behind another one whose tokens the host does not know: its rows are those of known tokens, one that is
+    taken back was never there, whatever comes behind it, and so is what a prefix keeps."""
+    stage = load(tiny, name)
+    [segment] = stage.segments
+    single = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+    many = BatchRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+    draw = random.Random(name)
+    count = 20 if ON_GPU else 3
+    sessions = [Session(ids(1, seed=one), segment.allocate(120, 8), segment.allocate(120, 8)) for one in range(count)]
+
+    def alone(session: Session) -> torch.Tensor:
+        rows, session.length = session.tokens[session.length :][:1], session.length + 1
+        output = single.run(rows, None, session.length - 1, session.alone, None, uncommitted=False)
+        assert output.logits is not None
+        if session.length == len(session.tokens):
+            session.tokens.append(int(output.logits[0].argmax()))
+        return output.logits[0].clone()
+
+    def among(chosen: Sequence[Session], *, follow: int | None = None, ahead: int = 0) -> torch.Tensor:
+        """ahead: by how many rows these are further than their sessions. follow: from which one on the rows have those
+        tokens that the rows of the last step came to."""
+        output = many.run(
+            [
+                SessionTokens(
+                    one.length + ahead,
+                    (token_of_row(row) if follow is not None and row >= follow else one.tokens[one.length + ahead],),
+                    one.among,
+                )
+                for row, one in enumerate(chosen)
+            ],
+            [],
+            None,
+        )
+        assert output.logits is not None
+        return output.logits[: len(chosen)].clone()
+
+    for _ in range(10 if ON_GPU else 2):
+        # Those that sit out now have perhaps a row left that their states have not advanced by.
+        chosen = draw.sample(sessions, draw.randint(2, count))
+        steps = [among(chosen)]
+        for ahead in range(1, draw.randint(2, 5)):
+            steps.append(among(chosen, follow=0, ahead=ahead))
+        taken_back = set(draw.sample(range(len(chosen)), draw.randint(0, len(chosen))))
+        for number, logits in enumerate(steps):
+            last = number == len(steps) - 1
+            for row, session in enumerate(chosen):
+                if last and number and row in taken_back:
+                    session.among.take_back()
+                else:
+                    assert_equal(logits[row], alone(session))
+        for session in chosen:
+            how = draw.choice(("as it is", "alone", "rows", "a block", "kept"))
+            if how == "alone":
+                output = single.run(
+                    session.tokens[session.length :][:1], None, session.length, session.among, None, uncommitted=False
+                )
+                assert output.logits is not None
+                one = output.logits[0].clone()
+                assert_equal(one, alone(session))
+            elif how in ("rows", "a block"):
+                session.tokens += ids(2, seed=session.length)
+                tokens = tuple(session.tokens[session.length :][:2])
+                later = how == "a block"
+                output = many.run([SessionTokens(session.length, tokens, session.among, uncommitted=later)], [], None)
+                assert output.logits is not None
+                both = output.logits[:2].clone()
+                if later:
+                    many.commit([session.among], [2])
+                for row in both:
+                    assert_equal(row, alone(session))
+                session.tokens[session.length :] = []
+                session.tokens += ids(1, seed=session.length)
+            elif how == "kept":
+                for own, other in zip(states(session.among), states(session.alone), strict=True):
+                    assert_equal(own, other)
+    for session in sessions:
+        for own, other in zip(states(session.among), states(session.alone), strict=True):
+            assert_equal(own, other)
+
+
+def states(caches: SegmentCaches) -> list[torch.Tensor]:
+    """What a prefix keeps of recurrent layers."""
+    return [view.tensor.clone() for view in caches.views() if isinstance(view, WholeView)]
