@@ -59,13 +59,14 @@ class BatchesAway:
             took_ns = min(took_ns, int(2 * self._round_ns))
         self._round_ns += (took_ns - self._round_ns) / (_ROUNDS if self._round_ns else 1)
 
-    def expected(self) -> int:
-        """Return how many batches should be back soon."""
+    def expected(self, beside: Travelling | None = None) -> int:
+        """Return how many batches should be back soon, beside the one of this session."""
         in_time_ns, count = time.monotonic_ns() - LATE * self._round_ns, 0
+        own_ns = None if beside is None else self._left_ns.get(beside)
         for left_ns, batch in [*self._batches.items()]:
             if all(session.closed for session in batch):
                 self._batches.pop(left_ns, None)
-            elif left_ns >= in_time_ns:
+            elif left_ns >= in_time_ns and left_ns != own_ns:
                 count += 1
         return count
 

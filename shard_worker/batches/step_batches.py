@@ -265,14 +265,17 @@ class StepBatches:
         prompts alone, or on the first stage one batch more than there are stages."""
         waiting = self._waiting.for_batches
         [first, *_] = steps_of(waiting[0])
-        stages = first.session.chain_length
-        if stages == 1:
+        if first.session.chain_length == 1:
             return False
-        away = self._away.expected()
-        if away and all(map(is_chunk, waiting)):
+        if self._away.expected() and all(map(is_chunk, waiting)):
             return True
-        is_one_more = away + (self._launched is not None) >= stages
-        return first.session.is_first and is_one_more and _is_plain(first.forward)
+        return _is_plain(first.forward) and self._is_one_more(first.session)
+
+    def _is_one_more(self, first: SteppingSession) -> bool:
+        """Return whether a batch of answers' rows that is back on the first stage would be one more under way than there
+        are stages. first: the session of its first row."""
+        on_device = sum(one is not None for one in (self._launched, self._behind))
+        return first.is_first and self._away.expected(beside=first) + on_device >= first.chain_length
 
     def _note_leaving(self, rows: Iterable[BatchRow]) -> None:
         """Note whose next steps come from other stages by themselves, soon: before those that draft tokens are made for
@@ -516,6 +519,9 @@ class StepBatches:
         if prepared is None or not free or self._waiting.has_alone:
             return
         rows = prepared.rows
+        if self._is_one_more(rows[0].session):
+            # It waits for one of the others, and goes on with that.
+            return
         beside = self._beside(rows)
         for row in (*rows, *beside):
             row.session.begin_prepared(row.forward)

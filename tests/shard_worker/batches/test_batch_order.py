@@ -11,7 +11,9 @@ import pytest
 
 from services.messages.steps import Forward, StepKind
 from shard_worker.batches import step_batches, waiting_steps
+from shard_worker.batches.prepared_steps import PreparedBatch
 from shard_worker.batches.step_batches import StepBatches
+from shard_worker.batches.stepping import BatchRow
 from shard_worker.device.busy_time import BusyTime
 from shard_worker.sampling.verifier import ComputedStep
 
@@ -53,6 +55,12 @@ class Session:
         return SimpleNamespace(
             stage=self.stage, token_ids=forward.token_ids, features=None, name=self.name, behind=behind
         )
+
+    def begin_prepared(self, forward: Forward) -> None:
+        """Nothing counts steps here."""
+
+    def take_back(self, *, computed: bool) -> None:
+        """Nor takes them back."""
 
     def compute_begun(self, forward: Forward, given: Any) -> ComputedStep:
         self.stage.batches.append([given.name])
@@ -311,6 +319,29 @@ def test_no_more_batches_travel_than_there_are_stages(travelling: Travelling) ->
     travelling.pass_ms(3)
     travelling.come("c", "d")
     assert travelling.batches() == [["c", "d"]]
+
+
+def test_rows_that_are_prepared_wait_as_well(travelling: Travelling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be one more is not begun before it is asked for, and what comes next is."""
+    steps = travelling.scheduled.steps
+    # As long as the batches are away by now.
+    steps._away._round_ns = 8.3e6
+
+    def begin(*names: str) -> None:
+        forward = Forward(6, 101, (7,), StepKind.DECODE, more=9)
+        sessions = [travelling.sessions[name] for name in names]
+        rows = [BatchRow(one, forward, one.begin(forward), None) for one in sessions]  # type: ignore[arg-type]
+        monkeypatch.setattr(steps._prepared, "take", lambda *_: PreparedBatch(rows))
+        steps.begin_prepared([(one, forward) for one in sessions])  # type: ignore[misc]
+
+    begin("e")
+    assert travelling.scheduled.stage.batches == []
+    travelling.come("e")
+    begin("a", "b")
+    assert travelling.batches() == [["a", "b"]]
+    steps.leave_unasked()
+    travelling.come("a", "b")
+    assert travelling.batches() == [["e", "a", "b"]]
 
 
 def test_nobody_waits_for_a_batch_that_does_not_come_back(travelling: Travelling) -> None:
