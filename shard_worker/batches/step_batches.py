@@ -272,8 +272,8 @@ class StepBatches:
         return _is_plain(first.forward) and self._is_one_more(first.session)
 
     def _is_one_more(self, first: SteppingSession) -> bool:
-        """Return whether a batch of answers' rows that is back on the first stage would be one more under way than there
-        are stages. first: the session of its first row."""
+        """Return whether a batch of answers' rows that is back on the first stage would be one more under way than
+        there are stages. first: the session of its first row."""
         on_device = sum(one is not None for one in (self._launched, self._behind))
         return first.is_first and self._away.expected(beside=first) + on_device >= first.chain_length
 
