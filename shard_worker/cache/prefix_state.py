@@ -91,19 +91,6 @@ class StateView(Protocol):
         """Put back what `read` returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class WholeView:
-    """A view of state that does not grow with the tokens. tensor: [names, …]."""
-
-    tensor: torch.Tensor
-
-    def read(self, first: int, last: int) -> torch.Tensor:
-        return self.tensor
-
-    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
-        self.tensor.copy_(tensor, non_blocking=True)
-
-
 Kept = torch.Tensor | KeptRows
 """What a snapshot has of one group: a copy in host memory, [names, …], or rows in pages that sessions share."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -50,8 +51,9 @@ class RecurrentCache:
             return torch.zeros((layers, *extents), dtype=dtype, device=like.device)
 
         self.taps = shape.conv_taps
-        # Kernels keep the last inputs of rows that count at once where a block's would be.
-        block_rows = max(block_rows, self.taps - 1)
+        # Kernels keep the last inputs of rows that count at once where a block's would be, and, two by turns, rows that
+        # the state advances by later.
+        block_rows = max(block_rows, self.taps - 1, 2)
         self.state = zeros(heads, shape.key_head_dim, shape.value_head_dim)
         self.conv = zeros(self.taps - 1 + block_rows, shape.conv_channels, dtype=like.dtype)
         self.keys = zeros(heads, block_rows, shape.key_head_dim)
@@ -96,7 +98,7 @@ class RecurrentCache:
         return before
 
     def take_back(self) -> None:
-        """Leave out the row that was deferred, where one was."""
+        """Leave out the row that was deferred, where one was: it is no more, or the whole state is another one."""
         self.deferred = None
 
     def settle(self) -> None:
@@ -132,6 +134,25 @@ class RecurrentCache:
             self.decays[:, :, :rows].flatten(0, 1),
         )
         self.conv[:, :before] = self.conv[:, rows : rows + before].clone()
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentView:
+    """A `StateView` of a cache's states, or of the inputs that its next convolutions begin with.
+
+    tensor: [layers, …].
+    """
+
+    cache: RecurrentCache
+    tensor: torch.Tensor
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        self.cache.settle()
+        return self.tensor
+
+    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
+        self.cache.take_back()
+        self.tensor.copy_(tensor, non_blocking=True)
 
 
 # --- of several sessions at once

@@ -19,8 +19,8 @@ from services.model.config import AttentionShape, LayerKind, ModelConfig
 from services.model.layers import layer_caches
 from shard_worker.cache.attention_cache import AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
-from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
-from shard_worker.cache.recurrent_cache import RecurrentCache
+from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
+from shard_worker.cache.recurrent_cache import RecurrentCache, RecurrentView
 
 
 class KeyKind(NamedTuple):
@@ -139,13 +139,12 @@ class SegmentCaches:
 
     def views(self) -> list[StateView]:
         """Return a view for each of `state_groups`, in that order."""
-        self.settle()
         views: list[StateView] = []
         for cache in self.attentions:
             views += [AttentionView(cache, slice(None), which) for which in (0, 1)]
         if self.recurrent is not None:
             committed = self.recurrent.conv[:, : self.recurrent.taps - 1]
-            views += [WholeView(self.recurrent.state), WholeView(committed)]
+            views += [RecurrentView(self.recurrent, tensor) for tensor in (self.recurrent.state, committed)]
         return views
 
     def commit_block(self, rows: int) -> None:

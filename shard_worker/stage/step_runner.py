@@ -167,7 +167,8 @@ class StepRunner:
         if prelaunched is None or prelaunched.variant != variant:
             return False
         if prelaunched.caches is not caches or (prelaunched.rows is not rows and prelaunched.rows != rows):
-            if not caches.has_room(rows.base + len(rows.token_ids)):
+            # Nothing else can be computed before the one that waits.
+            if caches.defers or not caches.has_room(rows.base + len(rows.token_ids)):
                 return False
             if prelaunched.caches is not caches:
                 self._fill(caches)
