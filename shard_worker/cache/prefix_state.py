@@ -7,7 +7,7 @@ belong to tokens and add up along a chain of snapshots; other state is that behi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -89,6 +89,23 @@ class StateView(Protocol):
 
     def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
         """Put back what `read` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeView:
+    """A view of state that does not grow with the tokens. tensor: [names, …]. settle: called before that is read or
+    written, where it may be behind the tokens."""
+
+    tensor: torch.Tensor
+    settle: Callable[[], None] = lambda: None
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        self.settle()
+        return self.tensor
+
+    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
+        self.settle()
+        self.tensor.copy_(tensor, non_blocking=True)
 
 
 Kept = torch.Tensor | KeptRows

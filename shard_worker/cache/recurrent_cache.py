@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -98,7 +97,7 @@ class RecurrentCache:
         return before
 
     def take_back(self) -> None:
-        """Leave out the row that was deferred, where one was: it is no more, or the whole state is another one."""
+        """Leave out the row that was deferred, where one was."""
         self.deferred = None
 
     def settle(self) -> None:
@@ -134,25 +133,6 @@ class RecurrentCache:
             self.decays[:, :, :rows].flatten(0, 1),
         )
         self.conv[:, :before] = self.conv[:, rows : rows + before].clone()
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentView:
-    """A `StateView` of a cache's states, or of the inputs that its next convolutions begin with.
-
-    tensor: [layers, …].
-    """
-
-    cache: RecurrentCache
-    tensor: torch.Tensor
-
-    def read(self, first: int, last: int) -> torch.Tensor:
-        self.cache.settle()
-        return self.tensor
-
-    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
-        self.cache.take_back()
-        self.tensor.copy_(tensor, non_blocking=True)
 
 
 # --- of several sessions at once

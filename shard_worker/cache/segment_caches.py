@@ -19,8 +19,8 @@ from services.model.config import AttentionShape, LayerKind, ModelConfig
 from services.model.layers import layer_caches
 from shard_worker.cache.attention_cache import AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
-from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
-from shard_worker.cache.recurrent_cache import RecurrentCache, RecurrentView
+from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
+from shard_worker.cache.recurrent_cache import RecurrentCache
 
 
 class KeyKind(NamedTuple):
@@ -144,7 +144,7 @@ class SegmentCaches:
             views += [AttentionView(cache, slice(None), which) for which in (0, 1)]
         if self.recurrent is not None:
             committed = self.recurrent.conv[:, : self.recurrent.taps - 1]
-            views += [RecurrentView(self.recurrent, tensor) for tensor in (self.recurrent.state, committed)]
+            views += [WholeView(self.recurrent.state, self.settle), WholeView(committed, self.settle)]
         return views
 
     def commit_block(self, rows: int) -> None:

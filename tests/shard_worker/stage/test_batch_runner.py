@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shard_worker.cache.recurrent_cache import RecurrentView
+from shard_worker.cache.prefix_state import WholeView
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
 from shard_worker.model.rows import SessionRows
@@ -299,4 +299,4 @@ def test_rows_that_follow_may_be_taken_back(tiny: Tiny, name: str) -> None:
 
 def states(caches: SegmentCaches) -> list[torch.Tensor]:
     """What a prefix keeps of recurrent layers."""
-    return [view.read(0, 0).clone() for view in caches.views() if isinstance(view, RecurrentView)]
+    return [view.read(0, 0).clone() for view in caches.views() if isinstance(view, WholeView)]
