@@ -344,14 +344,21 @@ async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[
     await answer(chain, REQUESTS[0])
 
 
-@pytest.mark.parametrize("by", ["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("by", "name"),
+    [
+        ("torch", "qwen3"),
+        pytest.param("kernels", "qwen3", marks=pytest.mark.gpu),
+        pytest.param("kernels", "qwen3_5", marks=pytest.mark.gpu),
+    ],
+)
 async def test_steps_are_launched_behind_those_whose_results_are_not_read(
-    new_chain: Callable[..., Chain], by: str
+    new_chain: Callable[..., Chain], by: str, name: str
 ) -> None:
     """Where all of the chain is on one GPU, what follows by itself is launched with tokens that only the device knows.
     Sessions of all lengths come to the tokens of each alone: some end by a stop token, one is closed, others come."""
     kernels = by == "kernels"
-    chain = new_chain("qwen3", (), **({"dtype": "bfloat16", "devices": "cuda:0"} if kernels else {}))
+    chain = new_chain(name, (), **({"dtype": "bfloat16", "devices": "cuda:0"} if kernels else {}))
     lengths = [3, 8, 21, 40, 30, 40, 12]
     plain: dict[str, Any] = {"draft": None, "batch_invariant_rows": 16}
 
