@@ -348,6 +348,7 @@ async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[
     ("by", "name"),
     [
         ("torch", "qwen3"),
+        ("torch", "qwen3_5"),
         pytest.param("kernels", "qwen3", marks=pytest.mark.gpu),
         pytest.param("kernels", "qwen3_5", marks=pytest.mark.gpu),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.roles.target.role import TargetRole
@@ -32,6 +33,30 @@ class LateEvent:
 
     def synchronize(self) -> None:
         """Nothing is under way."""
+
+
+def recurrent_caches(state: StageState) -> list[RecurrentCache]:
+    """Return those of a session, behind all rows that count."""
+    for caches in state.caches:
+        caches.settle()
+    return [caches.recurrent for caches in state.caches if caches.recurrent is not None]
+
+
+class RecurrentState:
+    """What recurrent layers have of a session before a step."""
+
+    def __init__(self, cache: RecurrentCache) -> None:
+        self._cache, self._state, self._conv = cache, cache.state.clone(), cache.conv.clone()
+
+    def defer(self) -> None:
+        """Let the step's row be one that the cache is to advance by later, as kernels do with a row that follows."""
+        after = RecurrentState(self._cache)
+        self._put()
+        self._cache.begin_row(lambda _: after._put())
+
+    def _put(self) -> None:
+        self._cache.state.copy_(self._state)
+        self._cache.conv.copy_(self._conv)
 
 
 @dataclass(frozen=True)
@@ -97,7 +122,11 @@ class WatchedStage(Stage):
         if complete is not None:
             # What a device does in the step's parameters, with states that know where the rows begin.
             complete(known)
+        following = [one for one in inputs if one.behind is None and one.token_ids[0] < 0]
+        before = [RecurrentState(cache) for one in following for cache in recurrent_caches(one.state)]
         parts = super().step_together(known)
+        for held in before:
+            held.defer()
         for one, given in zip(known, inputs, strict=True):
             if one.state is not given.state:
                 self._count(given.state, len(given.token_ids), given.uncommitted)
