@@ -317,7 +317,7 @@ class BatchRunner:
         return first_sum
 
     def _advance(self, recorded: torch.Tensor) -> None:
-        """Make recurrent layers of a session advance by the row that was deferred, as `RecurrentCache.defer` says."""
+        """Make recurrent layers advance by the row that was deferred, as `RecurrentCache.begin_row` asks."""
         from shard_worker.model.kernels import deltanet
         from shard_worker.model.kernels.step_parameters import Places
 
