@@ -13,7 +13,7 @@ from flashsplit.shard.v1 import tensor_pb2
 from services.dtypes import FLOAT8, ITEM_BYTES
 from services.errors import InvalidArgument
 from services.records import record
-from services.same_host.link import NO_LINKS, PIECE_BYTES, PayloadReader, PayloadSender
+from services.same_host.link import NO_LINKS, PIECE_BYTES, RING_BYTES, PayloadReader, PayloadSender
 
 CHUNK_BYTES = 1 << 20
 """The size of the pieces into which larger tensors are cut: larger messages travel 2 to 4 times slower."""
@@ -155,11 +155,12 @@ def incomplete(
             f"{field}.data holds {size} bytes where shape {list(shape)} of {dtype} takes {total}",
             field=f"{field}.data",
         )
-    data: bytes | bytearray = message.data
+    data: bytes | bytearray | memoryview = message.data
     if message.HasField("shared"):
-        data = bytearray()
-        links.read_payload(message.shared, data)
-    return IncomingTensor(field, dtype, shape, total, data)
+        # What is announced is only believed as far as the other side could have written it.
+        data = links.memory_for(total) if total <= RING_BYTES else bytearray()
+        links.read_payload(message.shared, data[:size] if isinstance(data, memoryview) else data)
+    return IncomingTensor(field, dtype, shape, total, data, size)
 
 
 def piece_bytes(message: tensor_pb2.Tensor | tensor_pb2.TensorChunk) -> int:
@@ -168,21 +169,31 @@ def piece_bytes(message: tensor_pb2.Tensor | tensor_pb2.TensorChunk) -> int:
 
 
 class IncomingTensor:
-    """A tensor whose pieces are arriving. It takes memory for the bytes that came, not for those that are announced."""
+    """A tensor whose pieces are arriving. It takes memory for the bytes that came, not for those that are announced,
+    unless its reader has had memory for all of them."""
 
-    def __init__(self, field: str, dtype: str, shape: Sequence[int], total: int, data: bytes | bytearray) -> None:
+    def __init__(
+        self,
+        field: str,
+        dtype: str,
+        shape: Sequence[int],
+        total: int,
+        data: bytes | bytearray | memoryview,
+        received: int,
+    ) -> None:
+        """data: what came, or memory for all of the tensor. received: how many bytes came."""
         self._field, self._dtype, self._shape, self._total = field, dtype, tuple(shape), total
-        self._data: bytes | bytearray = data
+        self._data, self._received = data, received
 
     @property
     def complete(self) -> bool:
         """Whether all pieces have come."""
-        return len(self._data) == self._total
+        return self._received == self._total
 
     def add(self, chunk: tensor_pb2.TensorChunk, links: PayloadReader = NO_LINKS) -> None:
         """Append the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
         offset, size = chunk.offset, piece_bytes(chunk)
-        received, end = len(self._data), offset + size
+        received, end = self._received, offset + size
         if offset != received or end > self._total or not size:
             raise InvalidArgument(
                 f"chunk [{offset}, {end}) of {self._field} is out of order: expected to go on at "
@@ -192,10 +203,14 @@ class IncomingTensor:
         # A tensor that came whole is used where it lies; only one in pieces needs a buffer of its own.
         if isinstance(self._data, bytes):
             self._data = bytearray(self._data)
+        into = self._data[received:end] if isinstance(self._data, memoryview) else self._data
         if chunk.HasField("shared"):
-            links.read_payload(chunk.shared, self._data)
+            links.read_payload(chunk.shared, into)
+        elif isinstance(into, memoryview):
+            into[:] = chunk.data
         else:
-            self._data += chunk.data
+            into += chunk.data
+        self._received = end
 
     def tensor(self) -> WireTensor:
         """Return the tensor, which must be complete."""

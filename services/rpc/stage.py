@@ -385,6 +385,9 @@ class _Answers:
     def before_reading(self) -> None:
         """Do nothing."""
 
+    def memory_for(self, _: int) -> bytearray:
+        raise AssertionError("answers have no tensors")
+
     def take_steps(self, *_: object) -> None:
         raise AssertionError("steps go down the chain, and here is its end above")
 

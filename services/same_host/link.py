@@ -54,8 +54,12 @@ class PayloadSender(Protocol):
 class PayloadReader(Protocol):
     """Finds the payloads that a frame names."""
 
-    def read_payload(self, message: pb.SharedPayload, into: bytearray) -> None:
-        """Append a payload to `into`. Raises InvalidArgument for one that is not there as announced."""
+    def memory_for(self, size_bytes: int) -> bytearray | memoryview:
+        """Return where the payloads of a tensor are to go: memory of its size, or a bytearray to append them to."""
+
+    def read_payload(self, message: pb.SharedPayload, into: bytearray | memoryview) -> None:
+        """Append a payload to `into`, or fill it where that is memory of its size. Raises InvalidArgument for one that
+        is not there as announced."""
 
 
 class SharedLink:
@@ -157,8 +161,8 @@ class SharedLink:
         """Return whether a payload is still unread, as far as this side knows."""
         return self._ring.holds(sequence)
 
-    def read_payload(self, payload: Payload, into: bytearray) -> None:
-        """Append a payload of the other side's to `into`.
+    def read_payload(self, payload: Payload, into: bytearray | memoryview) -> None:
+        """Copy a payload of the other side's into `into`, as `PayloadReader` says.
 
         Raises InvalidArgument as `ring.read_payload` does, and for a closed link.
         """
@@ -202,8 +206,8 @@ class SharedLink:
         """Free a payload that the other side has read, or never will."""
         self._step_ring.release(sequence)
 
-    def read_step_payload(self, message: pb.SharedPayload, into: bytearray) -> None:
-        """Append a payload of the other side's to `into`. Raises InvalidArgument as `read_payload` does."""
+    def read_step_payload(self, message: pb.SharedPayload, into: bytearray | memoryview) -> None:
+        """Do as `read_payload`, with the same errors."""
         try:
             read_payload(self._peer.view, _payload(message), into)
         except ValueError:
@@ -280,8 +284,12 @@ class SharedLinks:
         link = self._links.get(message.link_id)
         return None if link is None else link.lane(message.stream_id)
 
-    def read_payload(self, message: pb.SharedPayload, into: bytearray) -> None:
-        """Append what a frame refers to, as `PayloadReader` says."""
+    def memory_for(self, _: int) -> bytearray:
+        """Have payloads appended, as `PayloadReader` says."""
+        return bytearray()
+
+    def read_payload(self, message: pb.SharedPayload, into: bytearray | memoryview) -> None:
+        """Copy what a frame refers to, as `PayloadReader` says."""
         self.get(message.link_id).read_payload(_payload(message), into)
 
 

@@ -104,8 +104,8 @@ class RingWriter:
         return first if first + size <= oldest else None
 
 
-def read_payload(view: memoryview, payload: Payload, into: bytearray) -> None:
-    """Append a payload of another process's segment to `into`.
+def read_payload(view: memoryview, payload: Payload, into: bytearray | memoryview) -> None:
+    """Append a payload of another process's segment to `into`, or fill it where that is memory of the payload's size.
 
     Raises InvalidArgument when the payload does not lie within the segment, and when another one lies there, before or
     after copying.
@@ -117,7 +117,11 @@ def read_payload(view: memoryview, payload: Payload, into: bytearray) -> None:
             field="shared.offset",
         )
     _check(view, start, payload)
-    into += view[payload.offset : payload.offset + payload.size_bytes]
+    piece = view[payload.offset : payload.offset + payload.size_bytes]
+    if isinstance(into, memoryview):
+        into[:] = piece
+    else:
+        into += piece
     _check(view, start, payload)
 
 

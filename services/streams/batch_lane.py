@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -68,7 +68,7 @@ class BatchLane(BatchMembers[MemberT]):
 
     def send_steps(self, batch: StepBatch, prepared: PreparedFrame | None = None) -> bool:
         """Send a batch down the chain; return False where its steps have to go another way."""
-        payloads, begun = _Payloads(self._link), None if prepared is None else prepared.message
+        payloads, begun = _Payloads(self._link, self.memory_for), None if prepared is None else prepared.message
         messages = batch_to_messages(batch, pb.RunStageRequest, payloads, begun)
         packets = [message.SerializeToString() for message in messages]
         fit = max(map(len, packets)) <= MAX_PACKET_BYTES - _ROOM_BYTES
@@ -117,7 +117,7 @@ class BatchLane(BatchMembers[MemberT]):
         if self._reader is None or message.WhichOneof("frame") == "step_batch":
             # A batch that is not whole when the next one comes never will be.
             limits = self.limits(message.step_batch)
-            self._reader = FrameReader(BATCH_FRAMES, limits, _Payloads(self._link))
+            self._reader = FrameReader(BATCH_FRAMES, limits, _Payloads(self._link, self.memory_for))
         batch = self._reader.read(message)
         if batch is None:
             return
@@ -139,9 +139,13 @@ class BatchLane(BatchMembers[MemberT]):
 
 @dataclass(slots=True)
 class _Payloads:
-    """Puts a batch's tensors into shared memory, but for some small ones, and reads them."""
+    """Puts a batch's tensors into shared memory, but for some small ones, and reads them.
+
+    memory_for: as of `PayloadReader`.
+    """
 
     link: SharedLink
+    memory_for: Callable[[int], bytearray | memoryview]
     sequences: list[int] = field(default_factory=list)
     inline_bytes: int = 0
 
@@ -156,8 +160,8 @@ class _Payloads:
         self.sequences.append(payload.sequence)
         return self.link.name(payload)
 
-    def read_payload(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
-        """Append a payload of the other side, as `PayloadReader` says."""
+    def read_payload(self, message: shared_memory_pb2.SharedPayload, into: bytearray | memoryview) -> None:
+        """Copy a payload of the other side, as `PayloadReader` says."""
         self.link.read_step_payload(message, into)
 
 

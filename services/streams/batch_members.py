@@ -23,6 +23,9 @@ class BatchListener(Protocol[MemberT_contra]):
     def before_reading(self) -> None:
         """Do what is to be done before a frame that has come is read."""
 
+    def memory_for(self, size_bytes: int) -> bytearray | memoryview:
+        """Return where a tensor of a batch is to go that comes through shared memory, as `PayloadReader` says."""
+
     def take_steps(
         self,
         steps: Iterable[tuple[MemberT_contra, Forward]],
@@ -102,6 +105,12 @@ class BatchMembers(ABC, Generic[MemberT]):
         """Say that a frame has come and is about to be read."""
         for _, listener in [*self._members.values()][:1]:
             listener.before_reading()
+
+    def memory_for(self, size_bytes: int) -> bytearray | memoryview:
+        """Return where a tensor of a batch is to go that comes through shared memory."""
+        for _, listener in [*self._members.values()][:1]:
+            return listener.memory_for(size_bytes)
+        return bytearray()
 
     def take_batch(self, batch: StepBatch) -> None:
         """Hand over the steps of a batch, but for those of sessions that are over here."""

@@ -154,8 +154,12 @@ class StepLane:
         self._sent_payloads.append(payload.sequence)
         return self._link.name(payload)
 
-    def read_payload(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
-        """Append a payload of the other side, as `PayloadReader` says."""
+    def memory_for(self, _: int) -> bytearray:
+        """Have payloads appended, as `PayloadReader` says."""
+        return bytearray()
+
+    def read_payload(self, message: shared_memory_pb2.SharedPayload, into: bytearray | memoryview) -> None:
+        """Copy a payload of the other side, as `PayloadReader` says."""
         self._link.read_step_payload(message, into)
 
     # ---

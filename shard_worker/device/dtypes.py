@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,10 @@ class OnHost:
         return self.tensor
 
 
+_LOOKED_FOR_BYTES = 16 << 10
+"""Tensors of so many bytes on average are looked for in page-locked memory, where they may lie already."""
+
+
 class Leaving:
     """Tensors on their way to the host: copies are queued behind what computes them; nothing waits before `wait`."""
 
@@ -141,7 +146,13 @@ def _bytes_of(host: torch.Tensor) -> WireTensor:
 
 def bytes_of(host: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, not copied."""
-    return host.view(torch.uint8).numpy().data.cast("B") if host.numel() else memoryview(b"")
+    return host.view(-1).view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
+
+
+def page_locked(size_bytes: int) -> memoryview:
+    """Return page-locked memory. Of what lies in it `over_wire` makes tensors from which GPUs copy themselves, and
+    which keep it."""
+    return bytes_of(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
 
 
 def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
@@ -151,10 +162,33 @@ def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
 
 def rows_from_wire(tensors: Sequence[WireTensor], device: torch.device) -> torch.Tensor:
     """The rows of tensors that are alike, one's behind the other's, on the device."""
+    if (whole := adjoining_rows(tensors)) is not None:
+        return whole.to(device, non_blocking=True)
     shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
     host = torch.empty(shape, dtype=_BY_NAME[tensors[0].dtype], pin_memory=device.type != "cpu")
     copy_rows(tensors, bytes_of(host))
     return host.to(device, non_blocking=True)
+
+
+def adjoining_rows(tensors: Sequence[WireTensor]) -> torch.Tensor | None:
+    """Return the rows of tensors that lie one behind the other in memory of `page_locked`, which are not copied; None
+    where they lie elsewhere, or are so small that looking for where would take longer than to copy them."""
+    if sum(tensor.size_bytes for tensor in tensors) < len(tensors) * _LOOKED_FOR_BYTES:
+        return None
+    return _as_one([over_wire(tensor) for tensor in tensors])
+
+
+def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors of rows that lie one behind the other in page-locked memory as one; None where they do not."""
+    first, rows, end = tensors[0], 0, tensors[0].data_ptr()
+    if not first.is_pinned():
+        return None
+    memory = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() != memory or tensor.data_ptr() != end or not tensor.is_contiguous():
+            return None
+        rows, end = rows + len(tensor), end + tensor.nbytes
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def copy_rows(tensors: Sequence[WireTensor], into: memoryview) -> None:
@@ -172,8 +206,13 @@ def over_wire(tensor: WireTensor) -> torch.Tensor:
     dtype = _BY_NAME[tensor.dtype]
     if not math.prod(tensor.shape):
         return torch.empty(tensor.shape, dtype=dtype)
-    # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
     data = memoryview(tensor.data)
+    # Beneath the numpy array of `bytes_of` is the tensor itself, which knows whether it is page-locked.
+    memory = data.obj.base if isinstance(data.obj, np.ndarray) else None
+    if isinstance(memory, torch.Tensor):
+        first = ctypes.addressof(ctypes.c_char.from_buffer(data)) - memory.data_ptr()
+        return memory[first : first + len(data)].view(dtype).view(tensor.shape)
+    # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype).view(tensor.shape)
 
 
@@ -192,6 +231,8 @@ def joined_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> t
     """Return the rows of tensors that are alike, one's behind the other's: where they are, or from the CPU to a GPU."""
     if device is None or device.type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):
         return torch.cat([*tensors])
+    if (whole := _as_one(tensors)) is not None:
+        return whole.to(device, non_blocking=True)
     shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
     locked, first = torch.empty(shape, dtype=tensors[0].dtype, pin_memory=True), 0
     for tensor in tensors:

@@ -19,7 +19,7 @@ from services.messages.tensors import WireTensor
 from services.streams.batch_members import BatchMembers
 from shard_worker.batches.step_batches import StepBatches
 from shard_worker.batches.stepping import WaitingStep
-from shard_worker.device.dtypes import Leaving, to_wire
+from shard_worker.device.dtypes import Leaving, page_locked, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.link import slices_of
 from shard_worker.model.features import joined
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 class BatchEdges:
     """Implements `services.streams.batch_lane.BatchListener` for the sessions of one stage."""
 
-    def __init__(self, thread: DeviceThread, batches: StepBatches) -> None:
-        self._thread, self._batches = thread, batches
+    def __init__(self, thread: DeviceThread, batches: StepBatches, *, page_locked: bool) -> None:
+        """page_locked: whether the stage begins on a GPU, to which copies go from page-locked memory."""
+        self._thread, self._batches, self._page_locked = thread, batches, page_locked
         self._steps: dict[BatchMembers[Any], list[tuple[RelayDeviceSession, ComputedStep, int]]] = {}
         self._answers: dict[BatchMembers[Any], list[tuple[DeviceSession, BatchAnswer]]] = {}
         self._tokens: dict[BatchMembers[Any], list[tuple[int, int, int]]] = {}
@@ -124,6 +125,10 @@ class BatchEdges:
         """Read results that are there: what the stage beside waits for takes less time than to read what has come and
         to launch what follows."""
         self._now(self._batches.settle_first)
+
+    def memory_for(self, size_bytes: int) -> bytearray | memoryview:
+        """Return page-locked memory, from which GPUs copy tensors themselves; on CPUs any will do."""
+        return page_locked(size_bytes) if self._page_locked else bytearray()
 
     def take_steps(
         self,

@@ -14,7 +14,7 @@ import torch
 from services.messages.tensors import WireTensor
 from services.records import record
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.device.dtypes import OnHost, bytes_of, copy_rows
+from shard_worker.device.dtypes import OnHost, adjoining_rows, bytes_of, copy_rows
 from shard_worker.device.graph_capture import capture_graph
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
@@ -327,7 +327,10 @@ class BatchRunner:
             deltanet.commit(self._layers.delta, Places(recorded), one, self._hidden)
 
     def _taken_in(self, tensors: Sequence[WireTensor]) -> torch.Tensor:
-        """Return the rows in page-locked memory, which the last step of the same turn has left."""
+        """Return the rows in page-locked memory: where they lie already, or in what the last step of the same turn has
+        left."""
+        if (whole := adjoining_rows(tensors)) is not None:
+            return whole
         rows = self._incoming[self._parameters.turn]
         copy_rows(tensors, bytes_of(rows))
         return rows[: sum(tensor.shape[0] for tensor in tensors)]

@@ -73,7 +73,9 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._drafting = DraftBatches(resources.thread, self._announce)
         resources.thread.before_waiting(self._announce_events)
         self.batches = StepBatches(resources.thread, self.sessions, self._drafting)
-        self._edges = BatchEdges(resources.thread, self.batches)
+        self._edges = BatchEdges(
+            resources.thread, self.batches, page_locked=resources.devices[0].torch_device.type != "cpu"
+        )
         self.resting = RestingSessions(resources.kept_rows_bytes)
         for pool in resources.pools.values():
             pool.spare = self.resting.drop_one

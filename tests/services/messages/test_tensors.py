@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 
 from flashsplit.shard.v1 import tensor_pb2
+from flashsplit.shard.v1.shared_memory_pb2 import SharedPayload
 from services.errors import InvalidArgument
 from services.messages.tensors import (
     CHUNK_BYTES,
@@ -18,6 +19,7 @@ from services.messages.tensors import (
     dtype_number,
     incomplete,
 )
+from services.same_host.link import RING_BYTES
 from tests.services.fakes import same_bytes, tensor
 
 NO_LIMIT = 1 << 62
@@ -190,6 +192,60 @@ def test_an_announced_tensor_takes_no_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000
+
+
+class Shared:
+    """Memory that the other side shares: pieces of tensors by their number, and where they are put. asked: for how many
+    bytes memory was asked for."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, bytes] = {}
+        self.asked: list[int] = []
+
+    def piece(self, data: bytes) -> SharedPayload:
+        self.pieces[len(self.pieces) + 1] = data
+        return SharedPayload(sequence=len(self.pieces), size_bytes=len(data))
+
+    def memory_for(self, size_bytes: int) -> bytearray | memoryview:
+        self.asked.append(size_bytes)
+        return memoryview(bytearray(size_bytes))
+
+    def read_payload(self, message: SharedPayload, into: bytearray | memoryview) -> None:
+        piece = self.pieces[message.sequence]
+        if isinstance(into, memoryview):
+            into[:] = piece
+        else:
+            into += piece
+
+
+@pytest.mark.parametrize("first", [1, 8, 23, 24])
+def test_pieces_fill_memory_for_all_of_a_tensor(first: int) -> None:
+    """Whether they lie in shared memory or come within their messages."""
+    shared, data = Shared(), bytes(range(24))
+    message = announced()
+    message.shared.CopyFrom(shared.piece(data[:first]))
+    assembler = TensorAssembler([incomplete(message, "t", NO_LIMIT, shared)], shared)
+    for at in range(first, 24):
+        chunk = tensor_pb2.TensorChunk(offset=at)
+        if at % 2:
+            chunk.data = data[at : at + 1]
+        else:
+            chunk.shared.CopyFrom(shared.piece(data[at : at + 1]))
+        assert not assembler.complete
+        assembler.add(chunk)
+    assert assembler.complete
+    assert bytes(assembler.tensors()[0].data) == data
+    assert shared.asked == [24]
+
+
+def test_no_memory_is_asked_for_what_nobody_could_have_written() -> None:
+    """Of a tensor larger than what is shared, and of one whose first piece came within its message."""
+    shared = Shared()
+    large = announced(shape=(RING_BYTES // 4 + 1,))
+    large.shared.CopyFrom(shared.piece(bytes(8)))
+    for message in (large, announced(data=bytes(8))):
+        assert not incomplete(message, "t", NO_LIMIT, shared).complete
+    assert shared.asked == []
 
 
 def test_dtype_names_and_numbers() -> None:

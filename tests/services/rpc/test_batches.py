@@ -36,6 +36,9 @@ class End:
     def before_reading(self) -> None:
         raise AssertionError("nothing is to be done before a call's frames are read")
 
+    def memory_for(self, _: int) -> bytearray:
+        raise AssertionError("a call shares no memory")
+
     def take_steps(self, steps: Iterable[tuple[str, Forward]], *_: object) -> None:
         self.steps.append([*steps])
 

@@ -15,9 +15,13 @@ SIZE = 1 << 12
 
 
 def read(memory: bytearray, payload: Payload) -> bytes:
-    into = bytearray()
+    """Return a payload, which comes to the same appended and filled in."""
+    into = bytearray(b"before")
     read_payload(memoryview(memory), payload, into)
-    return bytes(into)
+    filled = bytearray(payload.size_bytes)
+    read_payload(memoryview(memory), payload, memoryview(filled))
+    assert into == b"before" + filled
+    return bytes(filled)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -38,7 +38,8 @@ STEPS = (
 
 class End:
     """One end, with three sessions on it. steps, answers, tokens: what came for them. failed: who was ended. read: how
-    many frames were about to be read. bare: how many batches could be begun before their steps were taken apart."""
+    many frames were about to be read. bare: how many batches could be begun before their steps were taken apart.
+    gives_memory: whether tensors go to memory of this end's. given: that memory."""
 
     def __init__(self, link: SharedLink, watcher: ThreadWatcher, *, above: bool) -> None:
         assert link.step_socket is not None
@@ -50,11 +51,18 @@ class End:
         self.tokens: list[Sequence[tuple[str, int, int]]] = []
         self.failed: list[tuple[Sequence[str], FlashsplitError]] = []
         self.read = self.bare = 0
+        self.gives_memory, self.given = False, list[bytearray]()
         for stream_id in (1, 2, 3):
             self.lane.join(stream_id, f"session {stream_id}", self, TensorLimits(4 * PIECE_BYTES, 2))
 
     def before_reading(self) -> None:
         self.read += 1
+
+    def memory_for(self, size_bytes: int) -> bytearray | memoryview:
+        if not self.gives_memory:
+            return bytearray()
+        self.given.append(bytearray(size_bytes))
+        return memoryview(self.given[-1])
 
     def take_steps(
         self,
@@ -133,9 +141,14 @@ def expected(sent: StepBatch) -> list[tuple[str, Forward]]:
 
 @pytest.mark.parametrize("columns", [1, 64, INLINE_BYTES // 10, PIECE_BYTES // 10, PIECE_BYTES // 8])
 @pytest.mark.parametrize(("prepared", "slices"), [(False, 1), (True, 1), (True, 0)])
-async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int, prepared: bool, slices: int) -> None:
-    """Within the packet, in shared memory, and in several pieces there, whether its frame was prepared or not."""
+@pytest.mark.parametrize("gives_memory", [False, True])
+async def test_a_batch_and_its_answers(
+    ends: tuple[End, End], columns: int, prepared: bool, slices: int, gives_memory: bool
+) -> None:
+    """Within the packet, in shared memory, and in several pieces there, whether its frame was prepared or not, and
+    wherever tensors are put."""
     above, below = ends
+    below.gives_memory = gives_memory
     sent = batch(columns, slices=slices)
     frame = above.lane.prepare_steps(sent.steps) if prepared else None
     assert above.call(lambda: above.lane.send_steps(sent, frame))
@@ -143,6 +156,12 @@ async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int, prep
     assert below.failed == []
     assert [[*one] for one in below.steps] == [expected(sent)]
     assert below.bare == (not slices)
+    if gives_memory:
+        tensors = [bytes(sent.activation.data), *(bytes(piece.features.data) for piece in sent.features)]
+        # As many small ones as there is room for lie within the packet.
+        ends_of = [*itertools.accumulate(map(len, tensors))]
+        shared = [one for one, end in zip(tensors, ends_of, strict=True) if end > INLINE_BYTES]
+        assert sorted(bytes(one) for one in below.given) == sorted(shared)
     assert below.call(lambda: below.lane.send_answers([answer(1), answer(2)]))
     await until(lambda: bool(above.answers))
     assert [[*one] for one in above.answers] == [[("session 1", answer(1)), ("session 2", answer(2))]]

@@ -7,7 +7,15 @@ import torch
 
 from services.errors import InvalidArgument
 from services.messages.tensors import WireTensor
-from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, from_wire, to_wire
+from shard_worker.device.dtypes import (
+    adjoining_rows,
+    bytes_of,
+    dtype_from_name,
+    dtype_to_name,
+    from_wire,
+    rows_from_wire,
+    to_wire,
+)
 
 CPU = torch.device("cpu")
 
@@ -45,6 +53,35 @@ def test_read_only_bytes_can_be_read() -> None:
     wire = WireTensor("float32", (2,), bytes(to_wire(torch.tensor([1.5, -2.0])).data))
 
     assert from_wire(wire, CPU).tolist() == [1.5, -2.0]
+
+
+def test_rows_that_adjoin_in_one_memory_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours in their order are one tensor over the same memory, which it keeps; all else is copied, and small rows
+    are not looked for."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    rows = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    memory = bytes_of(rows.clone())
+
+    def cut(first: int, last: int, memory: memoryview = memory) -> WireTensor:
+        return WireTensor("bfloat16", (last - first, 4096), memory[first * 8192 : last * 8192])
+
+    whole = adjoining_rows([cut(2, 4), cut(4, 7), cut(7, 8)])
+    assert whole is not None
+    assert torch.equal(whole, rows[2:])
+    memory[2 * 8192 : 3 * 8192] = memory[0:8192]
+    assert torch.equal(whole[0], rows[0])
+    other = bytes_of(rows.clone())
+    for apart in (
+        [cut(0, 2), cut(3, 5)],
+        [cut(4, 8), cut(0, 4)],
+        [cut(0, 4), cut(4, 8, other)],
+        [cut(2, 4, memoryview(bytearray(other))), cut(4, 6, memoryview(bytearray(other)))],
+        [cut(row, row + 1) for row in range(8)],
+    ):
+        assert adjoining_rows(apart) is None
+        assert torch.equal(rows_from_wire(apart, CPU), torch.cat([from_wire(one, CPU) for one in apart]))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
+    assert adjoining_rows([cut(2, 8)]) is None
 
 
 def test_names_of_types() -> None:
