@@ -157,7 +157,7 @@ def incomplete(
         )
     data: bytes | bytearray | memoryview = message.data
     if message.HasField("shared"):
-        # What is announced is only believed as far as the other side could have written it.
+        # Of what is announced no more is believed than there might be in shared memory.
         data = links.memory_for(total) if total <= RING_BYTES else bytearray()
         links.read_payload(message.shared, data[:size] if isinstance(data, memoryview) else data)
     return IncomingTensor(field, dtype, shape, total, data, size)

@@ -23,9 +23,10 @@ from services.same_host.segment import FIRST_OFFSET, OwnSegment, PeerSegment
 from services.same_host.step_socket import StepSocket
 
 RING_BYTES = 16 << 20
-SEGMENT_BYTES = 2 * RING_BYTES
-"""The first half of a segment is for payloads of streams, which the event loop writes; the second is for those of steps
-that go past it, which the device thread writes."""
+SEGMENT_BYTES = 4 * RING_BYTES
+"""The first quarter of a segment is for payloads of streams, which the event loop writes; the others are for those of
+steps that go past it, which the device thread writes: each stage has several batches on their way, of up to 12 MB with
+the features of 512 rows, and what finds no room takes ten times as long within its frames."""
 
 PIECE_BYTES = 4 << 20
 """Larger tensors go in pieces of this size, so that one side writes while the other reads."""

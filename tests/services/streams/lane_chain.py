@@ -11,13 +11,15 @@ from services.errors import FlashsplitError
 from services.messages.steps import FeatureSlice, Forward, StepKind
 from services.messages.tensors import WireTensor
 from services.rpc.shared_memory import ClientLink
-from services.same_host.link import PIECE_BYTES, SharedLink, SharedLinks
+from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
 from services.streams.step_lane import MIN_SHARED_BYTES, StepLane
 from tests.services.fakes import until
 from tests.services.thread_watcher import ThreadWatcher
 
 MAX_TENSOR_BYTES = PIECE_BYTES
-MAX_SLICES = 4
+MAX_SLICES = 12
+MOST_PIECES = (SEGMENT_BYTES - RING_BYTES) // PIECE_BYTES - 1
+"""Of the largest pieces, each with its header, there is room for so many in the steps' part of a segment."""
 NEXT = Forward(8, 20, (5, 6), StepKind.VERIFY, 0, more=3)
 
 
