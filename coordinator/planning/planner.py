@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from coordinator.cluster.placement import Plan
 from coordinator.planning.memory import Models, Share, cache_bytes, draft_share, stage_shares
 from coordinator.planning.split import best_split
-from coordinator.planning.step_time import Prediction, WorkerSpeed, draft_time, predict, stage_time
+from coordinator.planning.step_time import Prediction, WorkerSpeed, predict, stage_time
 from services.errors import FailedPrecondition
 from services.layers import LayerRange
 from services.sizes import format_size
@@ -144,11 +144,7 @@ def _fastest(
     def cost(stage: int, layers: LayerRange) -> float:
         if layers.first > model.last_cut or layers.most_parts(model.last_cut) < len(workers[stage].devices):
             return float("inf")
-        seconds = stage_time(model, layers, workers[stage], CONTEXT, host[stage]).total_s
-        if models.draft is not None and plan.draft_beside and layers.last == count:
-            # Of several clients' batches one stage computes while another one does: the slowest decides.
-            seconds += draft_time(models.draft, model, workers[stage].devices[-1])
-        return seconds
+        return stage_time(model, layers, workers[stage], CONTEXT, host[stage]).total_s
 
     def usage(stage: int, layers: LayerRange) -> dict[Memory, int]:
         worker = workers[stage]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.placement import WorkerPlace
-from coordinator.planning.draft_size import DraftSize
 from coordinator.planning.memory import spread
 from coordinator.planning.model_size import ModelSize
 from services.layers import LayerRange
@@ -86,14 +85,6 @@ def stage_time(
         read += model.head_bytes / last.read_bytes_per_s
         operators += last.choose_s
     return PredictedStageTime(read, operators, worker.link.round_trip_s, overlapping, in_host)
-
-
-def draft_time(draft: DraftSize, model: ModelSize, device: DeviceSpeed) -> float:
-    """Return the seconds that a block takes of a draft on this device, beside the model's last stage: at least what
-    reading its weights does, and the model's lm_head once more where it has none of its own."""
-    weights = draft.cpu_bytes if device.name == "cpu" else draft.weight_bytes
-    head = model.head_bytes if draft.config.draft_vocab_size is None else 0
-    return (weights + head) / device.read_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan, parse_expert_devices
 from coordinator.planning.draft_size import read_draft_size
@@ -92,25 +91,6 @@ def test_the_fast_device_gets_more(models: Models) -> None:
     workers = [worker("cuda:0", read=1e6), worker("cuda:1", read=1e7)]
 
     assert ranges(choose_split(models, planned(workers), workers, None, LOAD)) == [LayerRange(0, 1), LayerRange(1, 8)]
-
-
-def test_the_stage_with_the_draft_gets_less(models: Models, pairs: dict[str, tuple[Path, Path]]) -> None:
-    """Of two GPUs that are alike the slower one is as fast as it can be, with the time in which a draft beside the last
-    stage reads its own weights and the target's lm_head; a draft in a worker of its own takes neither's time."""
-    model, rate = models.target, 1e6
-    workers = [worker("cuda:0", read=rate), worker("cuda:1", read=rate)]
-    tensors = load_file(pairs["qwen3_5"][1] / "model.safetensors").values()
-    read_s = (sum(one.nbytes for one in tensors) + model.head_bytes) / rate
-    cuts = []
-    for draft, own, beside_s in ((None, None, read_s), (WorkerPlace("cuda:2", None), worker("cuda:2"), 0.0)):
-        slowest = {}
-        for cut in range(1, len(model.layers)):
-            parts = [LayerRange(0, cut), LayerRange(cut, len(model.layers))]
-            first, second = predict(model, parts, workers, CONTEXT).stages
-            slowest[cut] = max(first.total_s, second.total_s + beside_s)
-        cuts.append(ranges(choose_split(models, planned(workers, draft=draft), workers, own, LOAD))[0].last)
-        assert slowest[cuts[-1]] == min(slowest.values())
-    assert cuts[0] > cuts[1]
 
 
 @pytest.mark.parametrize("sessions", [1, 40])
