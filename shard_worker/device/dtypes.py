@@ -162,7 +162,8 @@ def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
 
 def rows_from_wire(tensors: Sequence[WireTensor], device: torch.device) -> torch.Tensor:
     """The rows of tensors that are alike, one's behind the other's, on the device."""
-    if (whole := adjoining_rows(tensors)) is not None:
+    # A worker on a CPU must not ask, which may begin a context on the host's GPU.
+    if device.type != "cpu" and (whole := adjoining_rows(tensors)) is not None:
         return whole.to(device, non_blocking=True)
     shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
     host = torch.empty(shape, dtype=_BY_NAME[tensors[0].dtype], pin_memory=device.type != "cpu")
