@@ -66,7 +66,7 @@ class OwnSegment:
 
 
 class PeerSegment:
-    """Another process's segment, mapped to read it."""
+    """Another process's segment, mapped to read it: through `view`."""
 
     def __init__(self, offer: SegmentOffer) -> None:
         """Map a segment.
@@ -91,21 +91,18 @@ class PeerSegment:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(descriptor).st_size != offer.size_bytes:
                 raise _not_shared(offer)
-            self._map = mmap.mmap(descriptor, offer.size_bytes, prot=mmap.PROT_READ)
+            self.view = memoryview(mmap.mmap(descriptor, offer.size_bytes, prot=mmap.PROT_READ))
         except OSError as error:
             raise _not_shared(offer) from error
         finally:
             os.close(descriptor)
-        self.view = memoryview(self._map)
         if not hmac.compare_digest(bytes(self.view[:NONCE_BYTES]), offer.nonce):
             self.close()
             raise _not_shared(offer)
 
     def close(self) -> None:
-        """Unmap it. Safe to call twice."""
-        if not self._map.closed:
-            self.view.release()
-            self._map.close()
+        """End the view; what another thread is just copying out of stays mapped until it has. Safe to call twice."""
+        self.view.release()
 
 
 def available() -> bool:

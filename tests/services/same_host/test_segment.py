@@ -48,6 +48,27 @@ def test_what_one_writes_the_other_reads(own: OwnSegment) -> None:
     peer.close()
 
 
+def test_what_a_thread_copies_stays_until_it_has(own: OwnSegment) -> None:
+    """Whoever closes the segment at that moment neither fails nor takes the memory from under the copy."""
+
+    def mappings() -> int:
+        """Return how often this process has the segment mapped: it maps its own ones to read and write."""
+        inode = os.fstat(own.offer.descriptor).st_ino
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(int(line.split()[4]) == inode and "r--s" in line for line in lines)
+
+    peer = PeerSegment(own.offer)
+    own.view[FIRST_OFFSET : FIRST_OFFSET + 5] = b"there"
+    copied = peer.view[FIRST_OFFSET : FIRST_OFFSET + 5]
+    peer.close()
+    assert bytes(copied) == b"there"
+    assert mappings() == 1
+    with pytest.raises(ValueError, match="released"):
+        bytes(peer.view[FIRST_OFFSET:])
+    copied.release()
+    assert mappings() == 0
+
+
 def test_its_size_is_sealed(own: OwnSegment) -> None:
     """Nobody can cut it, which would end the reader with SIGBUS."""
     for size in (0, SIZE // 2, SIZE * 2):
