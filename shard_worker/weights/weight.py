@@ -13,8 +13,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from shard_worker.cpu_kernels.products import Product
+
 _WIDENED_FROM = 4
 """From so many rows on a matrix is widened where `multiplied_dtype` says so; fewer rows read it as it is."""
+
+_WIDENED_IN_MEMORY_FROM = 64
+"""The same, where fewer rows are multiplied by a kernel that widens it in registers."""
 
 _WIDENED_AT_A_TIME = 1 << 20
 """How many elements are widened at a time: few enough for a CPU's caches, and enough for all its threads."""
@@ -200,6 +205,34 @@ class DenseWeight(Weight):
             return self
         if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and _is_known(self.dtype)):
             return BlockedWeight(self._tensor)
+        if multiplied_dtype(self.dtype, self.device) is not self.dtype and Product.takes(self._tensor):
+            return WidenedWeight(self._tensor)
+        return self
+
+
+class WidenedWeight(DenseWeight):
+    """A dense matrix of 16-bit floats on a CPU without instructions for them: a kernel widens it in registers."""
+
+    __slots__ = ("_product",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """tensor: one that `Product` takes; it is kept, not copied."""
+        super().__init__(tensor)
+        self._product = Product(tensor)
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        """As `Weight.matmul`. The kernel gives a row the same bits among any number of rows."""
+        if batch_invariant_rows is None and len(x) >= _WIDENED_IN_MEMORY_FROM:
+            return multiply_dense(x, self._tensor, bias)
+        return self._product.multiply(x, bias)
+
+    def moved_into(self, room: Weight, index: int) -> DenseWeight | None:
+        moved = super().moved_into(room, index)
+        return None if moved is None else WidenedWeight(moved.tensor)
+
+    def prepared(self, *, unpacked: bool = True) -> Weight:
         return self
 
 

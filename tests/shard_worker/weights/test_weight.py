@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shard_worker.cpu_kernels.products import Product
 from shard_worker.weights import weight as module
-from shard_worker.weights.weight import BlockedWeight, DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
+from shard_worker.weights.weight import (
+    BlockedWeight,
+    DenseWeight,
+    ReorderedWeight,
+    StackedWeight,
+    Weight,
+    WidenedWeight,
+    concatenate,
+)
 from tests.shard_worker.allocated import allocated_bytes
 
 
@@ -35,21 +44,26 @@ def test_products_are_the_plain_ones(rows: int, extents: tuple[int, int], dtype:
             check_product(weight, matrix, x, added)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("extents", [(1000, 3072), (33, 1000), (1, 7)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 300])
 def test_products_without_instructions_for_16_bits(
-    rows: int, extents: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int, extents: tuple[int, int], dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The matrix stays as it is and several rows are multiplied in float32; a row is the same to the bit with other
-    rows, where as many are asked for."""
+    """The matrix stays as it is and is widened, by a kernel or in memory; a row is the same to the bit with other rows,
+    where as many are asked for."""
     monkeypatch.setattr(module, "_is_known", lambda dtype: False)
+    if not kernel:
+        monkeypatch.setattr(Product, "takes", lambda matrix: False)
     torch.manual_seed(rows)
     matrix, bias = torch.randn(extents).to(dtype), torch.randn(extents[0]).to(dtype)
     x = torch.randn(rows, 2 * extents[1]).to(dtype)[:, : extents[1]]
     weight = DenseWeight(matrix).prepared()
 
+    assert isinstance(weight, WidenedWeight) is (kernel and extents != (1, 7))
     assert weight.tensor is matrix
+    assert weight.prepared() is weight
     for added in (None, bias):
         check_product(weight, matrix, x, added)
         together = weight.matmul(x, added, 16)

@@ -1,0 +1,70 @@
+"""A function in LLVM's language, compiled for this CPU and run by torch's own threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+THREAD_NUMBER, THREAD_COUNT = "omp_get_thread_num", "omp_get_num_threads"
+"""OpenMP's functions, `int32 ()` both, by which a kernel knows which share of the work is its thread's."""
+
+
+@functools.cache
+def is_available() -> bool:
+    """Return whether kernels can be compiled and run here."""
+    return importlib.util.find_spec("llvmlite") is not None and _openmp() is not None
+
+
+@functools.cache
+def has_wide_vectors() -> bool:
+    """Return whether a vector of this CPU has 512 bits, and not 256 or fewer."""
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
+
+
+class NativeFunction:
+    """A compiled `void (int64 *arguments)`."""
+
+    def __init__(self, module: ir.Module, name: str) -> None:
+        """Compile a module whose function of that name it is. Only where `is_available`."""
+        from llvmlite import binding
+
+        openmp = _openmp()
+        assert openmp is not None
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        for function in (THREAD_NUMBER, THREAD_COUNT):
+            binding.add_symbol(function, ctypes.cast(getattr(openmp, function), ctypes.c_void_p).value)
+        machine = binding.Target.from_default_triple().create_target_machine(
+            cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2
+        )
+        # The code is freed with the engine.
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
+        self._engine.finalize_object()
+        self._address = self._engine.get_function_address(name)
+        self._run_by_threads = openmp.GOMP_parallel
+        self._run_by_threads.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+
+    def run(self, arguments: bytes, threads: int) -> None:
+        """Run it on so many threads, all with the same arguments; other Python threads go on beside it."""
+        self._run_by_threads(self._address, arguments, threads, 0)
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP library whose threads torch uses, so that kernels use the same; None where it uses none."""
+    import torch  # noqa: F401 - which loads it
+
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            *_, path = line.rstrip("\n").split(maxsplit=5)
+            if "/libgomp" in path:
+                return ctypes.CDLL(path)
+    return None
