@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from services.model.target_tensors import CPU_GROUPS, CPU_ROWS_MULTIPLE
+from services.model.target_tensors import CPU_ROWS_MULTIPLE
+from shard_worker.cpu_kernels.product_kernel import RUN
 from shard_worker.weights.weight import Weight, multiplied_dtype
+from shard_worker.weights.whole_codes import WholeCodes, group_of
 
 _TILE_ROWS = {"AVX512": 64, "AVX2": 32}
 """Rows of a tile, by torch's name for what the CPU can do; on others the product is slow. A tile has one half of its
@@ -36,45 +37,6 @@ _LOWER = 0xFFFF
 _LOW_HALVES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
 """Of four bytes."""
 
-_RUN = 32
-"""Of codes of 4 bits the low halves of so many bytes are neighbouring columns, and the high halves the next ones."""
-
-
-class WholeCodes(Protocol):
-    """A matrix whose elements are `scale * code + offset`, with whole codes from 0 on.
-
-    unsigned_bits: those of a code, 4 or 8; None where codes are not of this kind after all. group: how many
-    neighbouring columns of a row have one scale and offset.
-    """
-
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def unsigned_bits(self) -> int | None: ...
-
-    @property
-    def group(self) -> int: ...
-
-    def part(self, rows: slice) -> CodesOfRows:
-        """Return some of the rows."""
-
-
-class CodesOfRows(Protocol):
-    """Some rows of a matrix of `WholeCodes`."""
-
-    def unsigned(self) -> torch.Tensor:
-        """Return the codes: those of 8 bits as uint8 [rows, columns], of 4 bits two in a byte, [rows, columns / 2], in
-        runs as `_RUN` says. They are not the caller's to change."""
-
-    def unsigned_numbers(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales and offsets, float32 [rows, columns / group] both, which are the caller's.
-
-        group: it divides the columns, and the matrix's groups.
-        """
-
 
 class CpuInt4Weight(Weight):
     """A matrix on the CPU for bfloat16 activations, in tiles of 4-bit codes."""
@@ -85,7 +47,7 @@ class CpuInt4Weight(Weight):
         """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16."""
         self.rows, self.columns = packed.rows, packed.columns
         self.dtype, self.device = packed.dtype, packed.device
-        self._group, self._halves = _group(packed), 1 if packed.unsigned_bits == 4 else 2
+        self._group, self._halves = group_of(packed), 1 if packed.unsigned_bits == 4 else 2
         self._codes = torch.empty(self.rows, self.columns * self._halves // 2, dtype=torch.uint8)
         # Of every group and row the scale and the offset in `scale * (code - 8) + offset`.
         groups = self.columns // self._group
@@ -120,7 +82,7 @@ class CpuInt4Weight(Weight):
         count, columns = len(codes), self.columns
         if not known:
             if self._halves == 1:
-                runs = codes.view(count, -1, _RUN)
+                runs = codes.view(count, -1, RUN)
                 single = torch.stack([runs & 15, runs >> 4], 2).flatten(1)
             else:
                 single = torch.cat([codes >> 4, codes & 15], 1)
@@ -133,7 +95,7 @@ class CpuInt4Weight(Weight):
         high_halves = ((lower >> 4) & _LOW_HALVES).bitwise_or_(upper & ~_LOW_HALVES)
         tiles = self._codes[rows].view(len(lower), columns * self._halves, -1)
         if self._halves == 1:
-            blocks = tiles.view(len(lower), columns // (2 * _RUN), 2, _RUN, -1).unbind(2)
+            blocks = tiles.view(len(lower), columns // (2 * RUN), 2, RUN, -1).unbind(2)
             for held, halves in zip(blocks, (low_halves, high_halves), strict=True):
                 _turn(halves, held)
         else:
@@ -148,7 +110,7 @@ class CpuInt4Weight(Weight):
             and packed.dtype is torch.bfloat16
             and packed.unsigned_bits is not None
             and packed.rows % CPU_ROWS_MULTIPLE == 0
-            and _group(packed) > 0
+            and group_of(packed) > 0
             and _tile_rows() > 0
         )
 
@@ -198,11 +160,6 @@ class CpuInt4Weight(Weight):
             elements = torch.addcmul(offsets[..., rows], elements, scales[..., rows])
             products.append((multiplied @ elements.flatten(0, 1).to(multiplied.dtype)).to(self.dtype))
         return torch.cat(products, 1)
-
-
-def _group(packed: WholeCodes) -> int:
-    """Return the largest group that torch's product takes whose elements have one scale and offset; 0 if none is."""
-    return next((group for group in CPU_GROUPS if packed.columns % group == 0 and packed.group % group == 0), 0)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from shard_worker.device import devices
+from shard_worker.weights.cpu_codes import CpuCodesWeight
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
 from shard_worker.weights.tiled import TiledWeight, multiplied_in_parts, tiling_of
 from shard_worker.weights.weight import DenseWeight, StackedWeight, Weight, rows_at_a_time
@@ -348,13 +349,16 @@ class PackedRows(Protocol):
 
 
 def prepared(packed: PackedRows, *, unpacked: bool) -> Weight | None:
-    """Return what multiplies fastest on the device: on a GPU, tiles that kernels read; on the CPU, the form that torch
-    has a fast product for, or where it has none, a dense matrix. None where that is the packed matrix itself.
+    """Return what multiplies fastest on the device: on a GPU, tiles that kernels read; on the CPU, the form that a
+    kernel or torch has a fast product for, or where there is none, a dense matrix. None where that is the packed matrix
+    itself.
 
     Of the rows some are brought to that form at a time. unpacked: as of `Weight.prepared`.
     """
     if packed.device.type != "cpu":
         return _tiled(packed)
+    if CpuCodesWeight.takes(packed):
+        return CpuCodesWeight(packed)
     if CpuInt4Weight.takes(packed):
         return CpuInt4Weight(packed)
     if not unpacked:

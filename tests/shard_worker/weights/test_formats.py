@@ -62,6 +62,7 @@ def test_experts_stay_packed(packed: Packed, name: str) -> None:
             assert all(isinstance(matrix, PackedWeight) for matrix in held)
 
 
+@pytest.mark.usefixtures("largest_cpu_form")
 @pytest.mark.parametrize("name", ["fp8", "ct-4-zeros-32"])
 def test_the_planner_counts_experts_that_stay_packed(packed: Packed, name: str) -> None:
     """What a CPU holds of layers that multiply by dense matrices, and of such that multiply by packed ones."""
@@ -80,6 +81,7 @@ def norms_of(layer: DecoderWeights) -> list[torch.Tensor]:
     return [layer.input_norm, layer.post_norm, heads]
 
 
+@pytest.mark.usefixtures("largest_cpu_form")
 @pytest.mark.parametrize("name", CASES)
 def test_the_matrix_is_the_one_stood_for(packed: Packed, name: str) -> None:
     """Element by element, all of it and a few rows; and headers give the planner what a worker takes."""

@@ -47,6 +47,7 @@ def shape(directory: Path, packing: str) -> Path:
     return directory
 
 
+@pytest.mark.usefixtures("largest_cpu_form")
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_packed_matrices_take_the_bytes_that_are_counted(packing: str, tmp_path: Path) -> None:
     """Each matrix is of its type, and takes what its header says, which the planner adds up."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_worker.weights import cpu_int4, packed as packed_weights, tiled
+from shard_worker.weights import cpu_codes, cpu_int4, packed as packed_weights, tiled
+from shard_worker.weights.cpu_codes import CpuCodesWeight
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import random_packed
@@ -82,21 +83,27 @@ def test_tiles_of_parts_are_those_of_the_whole(
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "q8_0", "iq4_xs", "q6_k", "fp8"])
-def test_what_multiplies_on_a_cpu_is_that_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_multiplies_on_a_cpu_is_that_of_the_whole(
+    kind: str, cpu_form: type[Weight], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = random_packed(kind, 320, COLUMNS, torch.bfloat16, CPU)
     x = torch.randn(3, COLUMNS, dtype=torch.bfloat16)
     expected = whole.prepared()
     monkeypatch.setattr(cpu_int4, "_BROUGHT_AT_A_TIME", 3 * 64 * COLUMNS)
-    monkeypatch.setattr(packed_weights, "rows_at_a_time", lambda *_: 48)
+    for module in (packed_weights, cpu_codes):
+        monkeypatch.setattr(module, "rows_at_a_time", lambda *_: 48)
     made = unread(whole, kind).prepared()
     assert type(made) is type(expected)
     assert torch.equal(made.matmul(x), expected.matmul(x))
-    if isinstance(made, CpuInt4Weight) and isinstance(expected, CpuInt4Weight):
+    if isinstance(made, CpuInt4Weight | CpuCodesWeight):
+        assert isinstance(expected, cpu_form)
         assert torch.equal(made._codes, expected._codes)
         assert torch.equal(made._numbers, expected._numbers)
 
 
-def test_of_a_matrix_no_more_than_a_part_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_matrix_no_more_than_a_part_is_read_at_a_time(
+    cpu_form: type[Weight], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, asked = random_packed("q8_0", 512, COLUMNS, torch.bfloat16, CPU), list[int]()
 
     def read(rows: slice | torch.Tensor) -> PackedWeight:
@@ -107,7 +114,8 @@ def test_of_a_matrix_no_more_than_a_part_is_read_at_a_time(monkeypatch: pytest.M
     to_read = UnreadWeight([StoredRows(512, read)], COLUMNS, "Q8_0", dtype=torch.bfloat16, device=CPU)
     assert not asked
     monkeypatch.setattr(cpu_int4, "_BROUGHT_AT_A_TIME", 64 * COLUMNS)
-    to_read.prepared()
+    monkeypatch.setattr(cpu_codes, "rows_at_a_time", lambda *_: 64)
+    assert isinstance(to_read.prepared(), cpu_form)
     assert max(asked) == 64
     assert sum(asked) == 512 + 1
 

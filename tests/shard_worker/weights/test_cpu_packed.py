@@ -7,16 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_worker.weights import cpu_int4
+from shard_worker.weights import cpu_int4, weight as weight_module
+from shard_worker.weights.cpu_codes import CpuCodesWeight
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
 from shard_worker.weights.packed import Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
-from shard_worker.weights.weight import BlockedWeight, DenseWeight
+from shard_worker.weights.weight import BlockedWeight, DenseWeight, Weight
 
 TABLE = tuple(float(number) for number in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
-
-fast = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has no fast int4 product here"
-)
 
 
 def numbers(rows: int, columns: int, group: int, span: int = 0) -> GroupNumbers:
@@ -65,15 +62,14 @@ def error(product: torch.Tensor, packed: PackedWeight, x: torch.Tensor, bias: to
     return float((product.double() - exact).norm() / exact.norm())
 
 
-@fast
 @pytest.mark.parametrize("rows", [192, 48])
 @pytest.mark.parametrize("make", KINDS)
-def test_products_are_those_of_the_elements(make: Make, rows: int) -> None:
-    """For few rows and for so many that tiles are unpacked; of whole tiles, and of rows that do not fill the last."""
+def test_products_are_those_of_the_elements(make: Make, rows: int, cpu_form: type[Weight]) -> None:
+    """For few rows and for so many that all is unpacked; of whole tiles, and of rows that do not fill the last."""
     torch.manual_seed(0)
     packed = make(rows, 512, torch.bfloat16)
     weight, bias = packed.prepared(), torch.randn(rows).bfloat16()
-    assert isinstance(weight, CpuInt4Weight)
+    assert isinstance(weight, cpu_form)
     assert weight.nbytes < packed.rows * packed.columns * 1.4
     for count in (1, 5, 64, 130):
         x = torch.randn(count, 512).bfloat16()
@@ -82,9 +78,8 @@ def test_products_are_those_of_the_elements(make: Make, rows: int) -> None:
         assert error(weight.matmul(x, bias), packed, x, bias) < 6e-3
 
 
-@fast
 @pytest.mark.parametrize("make", KINDS)
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(make: Make) -> None:
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(make: Make, cpu_form: type[Weight]) -> None:
     """For any number of rows where that is asked for, and for few rows in any case."""
     torch.manual_seed(1)
     weight, x = make(128, 256, torch.bfloat16).prepared(), torch.randn(150, 256).bfloat16()
@@ -94,8 +89,18 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(make: Make) -> None:
     assert torch.equal(weight.matmul(x, None, 16), alone)
 
 
-@fast
-def test_tiles_that_are_not_known_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", KINDS)
+def test_the_kernels_form_takes_no_more_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner counts the bytes of torch's form, and does not know which of them a host will use."""
+    monkeypatch.setattr(weight_module, "_is_known", lambda dtype: False)
+    packed = make(128, 256, torch.bfloat16)
+    if not CpuCodesWeight.takes(packed):
+        pytest.skip("kernels cannot be compiled here")
+    assert CpuCodesWeight(packed).nbytes <= CpuInt4Weight(packed).nbytes
+
+
+@pytest.mark.parametrize("cpu_form", [CpuInt4Weight], indirect=True)
+def test_tiles_that_are_not_known_are_not_unpacked(cpu_form: type[Weight], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch lays them out in another way, many rows are multiplied as few are."""
     torch.manual_seed(2)
     assert cpu_int4._are_tiles_known()

@@ -1,0 +1,283 @@
+"""The kernel of a product, in LLVM's language."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from shard_worker.cpu_kernels.native import THREAD_COUNT, THREAD_NUMBER
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+BLOCK = 8
+"""How many of the matrix's rows are multiplied by all rows of activations before the next ones are read. A thread's
+share is made of such blocks."""
+
+RUN = 32
+"""Of codes of 4 bits the low halves of so many bytes are neighbouring columns, and the high halves the next ones."""
+
+_AHEAD = 2
+"""How many blocks ahead the matrix is brought into the caches: short rows end before a CPU's own prefetching begins."""
+
+_TILES = {4: 2, 2: 4, 1: 8}
+"""How many of the matrix's rows are multiplied by so many rows of activations at a time, in registers: so many sums are
+independent of each other that a product need not wait for the one before."""
+
+_TILES_OF_CODES = {**_TILES, 1: 4}
+"""The same of codes, whose scales and offsets take registers too."""
+
+
+class Elements(Enum):
+    """What a matrix is made of.
+
+    CODES_8, CODES_4: whole numbers from 0 on, in bytes, or two in a byte as `RUN` says. An element is `scale * (code -
+    middle) + offset`, with one scale and offset for some neighbouring columns of a row, a power of two from 32 on.
+    """
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    CODES_8 = "codes of 8 bits"
+    CODES_4 = "codes of 4 bits"
+
+    @property
+    def are_codes(self) -> bool:
+        """Whether elements are made of codes."""
+        return self in (Elements.CODES_8, Elements.CODES_4)
+
+    @property
+    def middle(self) -> int:
+        """Which code stands for the offset itself, so that rounding it to 16 bits matters little."""
+        return 128 if self is Elements.CODES_8 else 8
+
+    def step(self, lanes: int) -> int:
+        """Return how many columns are multiplied at a time, in vectors of so many: these divide a matrix's columns."""
+        return {Elements.CODES_8: RUN, Elements.CODES_4: 2 * RUN}.get(self, lanes)
+
+
+def product_module(elements: Elements, lanes: int, name: str) -> ir.Module:
+    """Return the module with the kernel, by which each thread multiplies its share of the matrix's rows.
+
+    lanes: how many float32 a vector has.
+
+    The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the rows of activations and of
+    the product; how many rows and columns the matrix has, how many elements (of codes, bytes) lie from one of its rows
+    to the next, and how many pairs of a scale and an offset a row has; the logarithm to the base 2 of the columns that
+    have one pair; and how many rows of activations there are. Scales and offsets are pairs of bfloat16. Activations and
+    the product are float32 without gaps.
+    """
+    return _Writer(elements, lanes).module(name)
+
+
+class _Writer:
+    """Writes the kernel for matrices of one kind."""
+
+    def __init__(self, elements: Elements, lanes: int) -> None:
+        from llvmlite import ir
+
+        self._ir, self._elements, self._lanes, self._module = ir, elements, lanes, ir.Module()
+        self._tiles = _TILES_OF_CODES if elements.are_codes else _TILES
+        self._index, self._pointer, self._float = ir.IntType(64), ir.PointerType(), ir.FloatType()
+        self._word, self._vector = ir.IntType(32), ir.VectorType(self._float, lanes)
+        self._words = ir.VectorType(self._word, lanes)
+        stored = {Elements.BFLOAT16: ir.IntType(16), Elements.FLOAT16: ir.HalfType()}
+        self._stored = stored.get(elements, ir.IntType(8))
+        three = ir.FunctionType(self._vector, [self._vector] * 3)
+        self._multiply_add = ir.Function(self._module, three, f"llvm.fma.v{lanes}f32")
+        prefetched = ir.FunctionType(ir.VoidType(), [self._pointer] + [self._word] * 3)
+        self._prefetch = ir.Function(self._module, prefetched, "llvm.prefetch.p0")
+        summed = ir.FunctionType(self._float, [self._float, self._vector])
+        self._sum = ir.Function(self._module, summed, f"llvm.vector.reduce.fadd.v{lanes}f32")
+
+    def module(self, name: str) -> ir.Module:
+        """Return the module, as `product_module` does."""
+        kernel = self._function(name, [self._pointer])
+        builder = self._ir.IRBuilder(kernel.append_basic_block())
+        places = [self._at(builder, kernel.args[0], self._index(number), self._index) for number in range(10)]
+        loaded = [builder.load(place, typ=self._index) for place in places]
+        matrix, numbers, activations, product = (builder.inttoptr(address, self._pointer) for address in loaded[:4])
+        rows, columns, stride, pairs, shift, count = loaded[4:]
+        thread, threads = (self._openmp(builder, function) for function in (THREAD_NUMBER, THREAD_COUNT))
+        # The last block reaches back into the one before it, to have all its rows: they come out the same again.
+        blocks = builder.sdiv(builder.add(rows, self._index(BLOCK - 1)), self._index(BLOCK))
+        share = builder.sdiv(builder.add(blocks, builder.sub(threads, self._index(1))), threads)
+        first = builder.mul(thread, share)
+        end = self._least(builder, builder.add(first, share), blocks)
+        block_function = self._block()
+        with self._loop(builder, first, end, 1) as block:
+            last = builder.sub(rows, self._index(BLOCK))
+            row = self._least(builder, builder.mul(block, self._index(BLOCK)), last)
+            own = self._at(builder, matrix, builder.mul(row, stride), self._stored)
+            of_own = self._at(builder, numbers, builder.mul(row, pairs), self._word)
+            to = self._at(builder, product, row, self._float)
+            builder.call(block_function, [own, stride, of_own, pairs, shift, activations, columns, to, rows, count])
+        builder.ret_void()
+        return self._module
+
+    @property
+    def _kinds(self) -> list[Any]:
+        """The types of a tile's arguments: where its part of the matrix begins and the distance between the rows; the
+        same of scales and offsets, and the logarithm of the columns that have one; where the rows of activations begin
+        and how long they are; where the product begins and the distance between its rows."""
+        pointer, index = self._pointer, self._index
+        return [pointer, index, pointer, index, index, pointer, index, pointer, index]
+
+    def _block(self) -> ir.Function:
+        """Return the function that multiplies a block of the matrix by all rows of activations.
+
+        Its arguments are those of a tile, and how many rows of activations there are.
+        """
+        function = self._function("block", [*self._kinds, self._index])
+        matrix, stride, numbers, pairs, shift, activations, columns, product, rows, count = function.args
+        builder, first = self._ir.IRBuilder(function.append_basic_block()), self._index(0)
+        for width, height in self._tiles.items():
+            tile = self._tile(width, height)
+            end = builder.and_(count, self._index(-width))
+            with self._loop(builder, first, end, width) as row:
+                own = self._at(builder, activations, builder.mul(row, columns), self._float)
+                to = self._at(builder, product, builder.mul(row, rows), self._float)
+                for above in map(self._index, range(0, BLOCK, height)):
+                    part = self._at(builder, matrix, builder.mul(above, stride), self._stored)
+                    of_part = self._at(builder, numbers, builder.mul(above, pairs), self._word)
+                    place = self._at(builder, to, above, self._float)
+                    builder.call(tile, [part, stride, of_part, pairs, shift, own, columns, place, rows])
+            first = end
+        builder.ret_void()
+        return function
+
+    def _tile(self, width: int, height: int) -> ir.Function:
+        """Return the function that multiplies `height` rows of the matrix by `width` rows of activations."""
+        function = self._function(f"tile_{width}", self._kinds)
+        matrix, stride, numbers, pairs, shift, activations, columns, product, rows = function.args
+        builder = self._ir.IRBuilder(function.append_basic_block())
+        zeros, step = self._ir.Constant(self._vector, [0.0] * self._lanes), self._elements.step(self._lanes)
+        entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(body)
+        builder.position_at_end(body)
+        column = builder.phi(self._index)
+        column.add_incoming(self._index(0), entry)
+        begun = [[builder.phi(self._vector) for _ in range(width)] for _ in range(height)]
+        sums = [[*of_row] for of_row in begun]
+
+        def row_of(pointer: Any, distance: Any, row: int, element: Any) -> Any:
+            return self._at(builder, pointer, builder.mul(distance, self._index(row)), element)
+
+        lines = [row_of(matrix, stride, row, self._stored) for row in range(height)]
+        scales = [row_of(numbers, pairs, row, self._word) for row in range(height)]
+        inputs = [row_of(activations, columns, row, self._float) for row in range(width)]
+        for line in lines:
+            self._bring(builder, line, column, builder.mul(stride, self._index(_AHEAD * BLOCK)))
+        # Columns of a run have one scale and offset.
+        run = RUN if self._elements.are_codes else step
+        for begin in range(0, step, run):
+            group = builder.ashr(builder.add(column, self._index(begin)), shift)
+            pairs_of = [self._pair(builder, scale, group) if self._elements.are_codes else None for scale in scales]
+            for first in range(begin, begin + run, self._lanes):
+                place = builder.add(column, self._index(first))
+                seen = [self._load(builder, self._at(builder, row, place, self._float), self._vector) for row in inputs]
+                for of_row, line, pair in zip(sums, lines, pairs_of, strict=True):
+                    weights = self._widened(builder, line, column, first, pair)
+                    for number, row in enumerate(seen):
+                        of_row[number] = builder.call(self._multiply_add, [weights, row, of_row[number]])
+        for before, after in zip(begun, sums, strict=True):
+            for one, next_one in zip(before, after, strict=True):
+                one.add_incoming(zeros, entry)
+                one.add_incoming(next_one, body)
+        following = builder.add(column, self._index(step))
+        column.add_incoming(following, body)
+        builder.cbranch(builder.icmp_signed("<", following, columns), body, done)
+        builder.position_at_end(done)
+        for above, of_row in enumerate(sums):
+            for row, vector in enumerate(of_row):
+                whole = builder.call(self._sum, [self._ir.Constant(self._float, -0.0), vector], fastmath=("reassoc",))
+                place = builder.add(builder.mul(rows, self._index(row)), self._index(above))
+                builder.store(whole, self._at(builder, product, place, self._float))
+        builder.ret_void()
+        return function
+
+    # --- elements
+    def _widened(self, builder: ir.IRBuilder, line: Any, column: Any, first: int, pair: Any) -> Any:
+        """Return elements of a row of the matrix as float32: a vector of them from `column + first` on.
+
+        pair: of codes what `_pair` returned for them.
+        """
+        kind, ir = self._elements, self._ir
+        place = builder.add(column, self._index(first))
+        if kind is Elements.CODES_4:
+            # The second run of columns is in the same bytes as the first one.
+            place = builder.add(builder.ashr(column, self._index(1)), self._index(first % RUN))
+        stored = ir.VectorType(self._stored, self._lanes)
+        narrow = self._load(builder, self._at(builder, line, place, self._stored), stored)
+        if kind is Elements.FLOAT16:
+            return builder.fpext(narrow, self._vector)
+        words = builder.zext(narrow, self._words)
+        if kind is Elements.BFLOAT16:
+            # It is the upper half of a float32.
+            return builder.bitcast(builder.shl(words, self._all(16)), self._vector)
+        if kind is Elements.CODES_4:
+            words = builder.and_(words, self._all(15)) if first < RUN else builder.lshr(words, self._all(4))
+        scale, lowest = pair
+        return builder.call(self._multiply_add, [builder.sitofp(words, self._vector), scale, lowest])
+
+    def _pair(self, builder: ir.IRBuilder, numbers: Any, group: Any) -> tuple[Any, Any]:
+        """Return the scale of a group of columns, and what a code of 0 stands for, each as a vector."""
+        word = builder.load(self._at(builder, numbers, group, self._word), typ=self._word)
+        both = builder.shl(word, self._word(16)), builder.and_(word, self._word(0xFFFF0000))
+        scale, offset = (self._spread(builder, builder.bitcast(one, self._float)) for one in both)
+        back = self._ir.Constant(self._vector, [float(-self._elements.middle)] * self._lanes)
+        return scale, builder.call(self._multiply_add, [scale, back, offset])
+
+    def _bring(self, builder: ir.IRBuilder, line: Any, column: Any, distance: Any) -> None:
+        """Have elements brought into the caches that lie so far behind a row's; beyond the matrix it does nothing."""
+        place = builder.ashr(column, self._index(1)) if self._elements is Elements.CODES_4 else column
+        later = self._at(builder, line, builder.add(place, distance), self._stored)
+        # To be read, soon and again.
+        builder.call(self._prefetch, [later, *(self._word(hint) for hint in (0, 3, 1))])
+
+    # --- LLVM's language
+    def _function(self, name: str, kinds: list[Any]) -> ir.Function:
+        return self._ir.Function(self._module, self._ir.FunctionType(self._ir.VoidType(), kinds), name)
+
+    def _all(self, number: int) -> Any:
+        return self._ir.Constant(self._words, [number] * self._lanes)
+
+    def _spread(self, builder: ir.IRBuilder, number: Any) -> Any:
+        """Return a vector of one number."""
+        ir = self._ir
+        one = builder.insert_element(ir.Constant(self._vector, ir.Undefined), number, self._word(0))
+        return builder.shuffle_vector(one, ir.Constant(self._vector, ir.Undefined), self._all(0))
+
+    def _load(self, builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
+        """Load a vector that lies anywhere."""
+        loaded = builder.load(pointer, typ=kind)
+        loaded.align = 1
+        return loaded
+
+    def _at(self, builder: ir.IRBuilder, pointer: Any, index: Any, element: Any) -> Any:
+        """Return the address of an element."""
+        return builder.gep(pointer, [index], source_etype=element)
+
+    def _least(self, builder: ir.IRBuilder, one: Any, other: Any) -> Any:
+        return builder.select(builder.icmp_signed("<", one, other), one, other)
+
+    def _openmp(self, builder: ir.IRBuilder, name: str) -> Any:
+        function = self._ir.Function(self._module, self._ir.FunctionType(self._word, []), name)
+        return builder.sext(builder.call(function, []), self._index)
+
+    @contextlib.contextmanager
+    def _loop(self, builder: ir.IRBuilder, first: Any, end: Any, step: int) -> Iterator[Any]:
+        """Write what is done for every index from `first` on while it is below `end`."""
+        before, head = builder.block, builder.append_basic_block()
+        body, done = builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(self._index)
+        index.add_incoming(first, before)
+        builder.cbranch(builder.icmp_signed("<", index, end), body, done)
+        builder.position_at_end(body)
+        yield index
+        index.add_incoming(builder.add(index, self._index(step)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(done)

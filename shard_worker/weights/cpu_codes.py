@@ -1,0 +1,93 @@
+"""Packed matrices on CPUs that multiply no 16-bit floats, whose codes a kernel widens in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from services.model.target_tensors import CPU_ROWS_MULTIPLE
+from shard_worker.cpu_kernels.product_kernel import RUN, Elements
+from shard_worker.cpu_kernels.products import Product
+from shard_worker.weights.weight import Weight, multiplied_dtype, rows_at_a_time
+from shard_worker.weights.whole_codes import WholeCodes, group_of
+
+_UNPACKED_FROM = 64
+"""From so many rows of activations on, unpacking some of the matrix at a time and multiplying by that is faster."""
+
+
+class CpuCodesWeight(Weight):
+    """A matrix on the CPU for bfloat16 activations, in codes of 4 or 8 bits."""
+
+    __slots__ = ("_codes", "_middle", "_numbers", "_product", "columns", "device", "dtype", "rows")
+
+    def __init__(self, packed: WholeCodes) -> None:
+        """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16."""
+        self.rows, self.columns = packed.rows, packed.columns
+        self.dtype, self.device = packed.dtype, packed.device
+        group, bits = group_of(packed), packed.unsigned_bits
+        assert bits is not None
+        self._middle = (Elements.CODES_8 if bits == 8 else Elements.CODES_4).middle
+        self._codes = torch.empty(self.rows, self.columns * bits // 8, dtype=torch.uint8)
+        self._numbers = torch.empty(self.rows, self.columns // group, 2, dtype=torch.bfloat16)
+        for some in self._parts():
+            part = packed.part(some)
+            self._codes[some] = part.unsigned()
+            scales, offsets = part.unsigned_numbers(group)
+            self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=self._middle)], 2)
+        self._product = Product.of_codes(self._codes, self._numbers, self.columns)
+
+    @staticmethod
+    def takes(packed: WholeCodes) -> bool:
+        """Return whether a packed matrix can be held so, and this CPU has nothing faster."""
+        return (
+            packed.device.type == "cpu"
+            and packed.dtype is torch.bfloat16
+            and multiplied_dtype(packed.dtype, packed.device) is not packed.dtype
+            and packed.unsigned_bits is not None
+            and packed.rows % CPU_ROWS_MULTIPLE == 0
+            and group_of(packed) > 0
+            and Product.takes_codes(packed.rows, packed.columns, packed.unsigned_bits)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + self._numbers.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("a matrix of codes has no dense form")
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        """As `Weight.matmul`. A row's result does not depend on how many rows there are, except for so many that the
+        matrix is unpacked, which it is not where batch-invariant rows are asked for."""
+        if batch_invariant_rows is not None or len(x) < _UNPACKED_FROM:
+            return self._product.multiply(x, bias)
+        wide, product = x.float(), torch.empty(len(x), self.rows)
+        for some in self._parts():
+            product[:, some] = F.linear(wide, self._elements(some))
+        return (product if bias is None else product.add_(bias)).to(self.dtype)
+
+    def select_rows(self, rows: slice | torch.Tensor) -> Weight:
+        raise TypeError("rows cannot be taken out of a matrix of codes: select them before `prepared`")
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        raise TypeError("matrices of codes cannot be concatenated: concatenate them before `prepared`")
+
+    def _parts(self) -> list[slice]:
+        """Return runs of rows that are brought to another form at a time."""
+        step = rows_at_a_time(self.columns, self.device)
+        return [slice(first, min(first + step, self.rows)) for first in range(0, self.rows, step)]
+
+    def _elements(self, rows: slice) -> torch.Tensor:
+        """Return some rows, float32 [n, columns]."""
+        codes, numbers = self._codes[rows], self._numbers[rows].float()
+        count, groups, _ = numbers.shape
+        if codes.shape[1] < self.columns:
+            runs = codes.view(count, -1, RUN)
+            codes = torch.stack([runs & 15, runs >> 4], 2)
+        scales, offsets = numbers.unsqueeze(2).unbind(3)
+        return torch.addcmul(offsets, codes.view(count, groups, -1).float().sub_(self._middle), scales).flatten(1)
