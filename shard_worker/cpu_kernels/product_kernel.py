@@ -22,12 +22,11 @@ RUN = 32
 _AHEAD = 2
 """How many blocks ahead the matrix is brought into the caches: short rows end before a CPU's own prefetching begins."""
 
-_TILES = {4: 2, 2: 4, 1: 8}
-"""How many of the matrix's rows are multiplied by so many rows of activations at a time, in registers: so many sums are
-independent of each other that a product need not wait for the one before."""
+_WIDENED_ROWS = 2
+"""How many of the matrix's rows are widened at a time, into the fastest cache, for several rows of activations."""
 
-_TILES_OF_CODES = {**_TILES, 1: 4}
-"""The same of codes, whose scales and offsets take registers too."""
+_WIDTHS = (4, 2, 1)
+"""By how many rows of activations these are multiplied at a time: all sums of a tile are in registers."""
 
 
 class Elements(Enum):
@@ -37,6 +36,7 @@ class Elements(Enum):
     middle) + offset`, with one scale and offset for some neighbouring columns of a row, a power of two from 32 on.
     """
 
+    FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     CODES_8 = "codes of 8 bits"
@@ -46,6 +46,13 @@ class Elements(Enum):
     def are_codes(self) -> bool:
         """Whether elements are made of codes."""
         return self in (Elements.CODES_8, Elements.CODES_4)
+
+    @property
+    def rows_alone(self) -> int:
+        """How many of the matrix's rows are multiplied at a time by a row of activations that is alone: so many sums
+        are independent of each other that a product need not wait for the one before. Scales and offsets take
+        registers too."""
+        return 4 if self.are_codes else BLOCK
 
     @property
     def middle(self) -> int:
@@ -78,12 +85,12 @@ class _Writer:
         from llvmlite import ir
 
         self._ir, self._elements, self._lanes, self._module = ir, elements, lanes, ir.Module()
-        self._tiles = _TILES_OF_CODES if elements.are_codes else _TILES
         self._index, self._pointer, self._float = ir.IntType(64), ir.PointerType(), ir.FloatType()
         self._word, self._vector = ir.IntType(32), ir.VectorType(self._float, lanes)
         self._words = ir.VectorType(self._word, lanes)
-        stored = {Elements.BFLOAT16: ir.IntType(16), Elements.FLOAT16: ir.HalfType()}
-        self._stored = stored.get(elements, ir.IntType(8))
+        types = {Elements.FLOAT32: self._float, Elements.BFLOAT16: ir.IntType(16), Elements.FLOAT16: ir.HalfType()}
+        self._types = {each: types.get(each, ir.IntType(8)) for each in Elements}
+        self._stored = self._types[elements]
         three = ir.FunctionType(self._vector, [self._vector] * 3)
         self._multiply_add = ir.Function(self._module, three, f"llvm.fma.v{lanes}f32")
         prefetched = ir.FunctionType(ir.VoidType(), [self._pointer] + [self._word] * 3)
@@ -105,6 +112,8 @@ class _Writer:
         share = builder.sdiv(builder.add(blocks, builder.sub(threads, self._index(1))), threads)
         first = builder.mul(thread, share)
         end = self._least(builder, builder.add(first, share), blocks)
+        widened = builder.alloca(self._float, builder.mul(columns, self._index(_WIDENED_ROWS)))
+        widened.align = 64
         block_function = self._block()
         with self._loop(builder, first, end, 1) as block:
             last = builder.sub(rows, self._index(BLOCK))
@@ -112,7 +121,8 @@ class _Writer:
             own = self._at(builder, matrix, builder.mul(row, stride), self._stored)
             of_own = self._at(builder, numbers, builder.mul(row, pairs), self._word)
             to = self._at(builder, product, row, self._float)
-            builder.call(block_function, [own, stride, of_own, pairs, shift, activations, columns, to, rows, count])
+            arguments = [own, stride, of_own, pairs, shift, activations, columns, to, rows, count, widened]
+            builder.call(block_function, arguments)
         builder.ret_void()
         return self._module
 
@@ -127,32 +137,71 @@ class _Writer:
     def _block(self) -> ir.Function:
         """Return the function that multiplies a block of the matrix by all rows of activations.
 
-        Its arguments are those of a tile, and how many rows of activations there are.
+        Its arguments are those of a tile, how many rows of activations there are, and memory for `_WIDENED_ROWS`.
         """
-        function = self._function("block", [*self._kinds, self._index])
-        matrix, stride, numbers, pairs, shift, activations, columns, product, rows, count = function.args
-        builder, first = self._ir.IRBuilder(function.append_basic_block()), self._index(0)
-        for width, height in self._tiles.items():
-            tile = self._tile(width, height)
-            end = builder.and_(count, self._index(-width))
-            with self._loop(builder, first, end, width) as row:
-                own = self._at(builder, activations, builder.mul(row, columns), self._float)
-                to = self._at(builder, product, builder.mul(row, rows), self._float)
-                for above in map(self._index, range(0, BLOCK, height)):
-                    part = self._at(builder, matrix, builder.mul(above, stride), self._stored)
-                    of_part = self._at(builder, numbers, builder.mul(above, pairs), self._word)
-                    place = self._at(builder, to, above, self._float)
-                    builder.call(tile, [part, stride, of_part, pairs, shift, own, columns, place, rows])
-            first = end
+        function = self._function("block", [*self._kinds, self._index, self._pointer])
+        matrix, stride, numbers, pairs, shift, activations, columns, product, rows, count, widened = function.args
+        builder = self._ir.IRBuilder(function.append_basic_block())
+
+        def part_of(above: int) -> tuple[list[Any], Any]:
+            """Return what a tile is told of the matrix from this row of the block on, and where its product begins."""
+            row = self._index(above)
+            own = self._at(builder, matrix, builder.mul(row, stride), self._stored)
+            of_own = self._at(builder, numbers, builder.mul(row, pairs), self._word)
+            return [own, stride, of_own, pairs, shift], self._at(builder, product, row, self._float)
+
+        alone = self._tile(self._elements, 1, self._elements.rows_alone)
+        with builder.if_else(builder.icmp_signed("==", count, self._index(1))) as (one, several):
+            with one:
+                for above in range(0, BLOCK, self._elements.rows_alone):
+                    part, to = part_of(above)
+                    builder.call(alone, [*part, activations, columns, to, rows])
+            with several:
+                widen = self._widen()
+                tiles = {width: self._tile(Elements.FLOAT32, width, _WIDENED_ROWS) for width in _WIDTHS}
+                for above in range(0, BLOCK, _WIDENED_ROWS):
+                    part, to = part_of(above)
+                    builder.call(widen, [*part, widened, columns])
+                    first = self._index(0)
+                    for width, tile in tiles.items():
+                        end = builder.and_(count, self._index(-width))
+                        with self._loop(builder, first, end, width) as row:
+                            own = self._at(builder, activations, builder.mul(row, columns), self._float)
+                            place = self._at(builder, to, builder.mul(row, rows), self._float)
+                            builder.call(tile, [widened, columns, *part[2:], own, columns, place, rows])
+                        first = end
         builder.ret_void()
         return function
 
-    def _tile(self, width: int, height: int) -> ir.Function:
-        """Return the function that multiplies `height` rows of the matrix by `width` rows of activations."""
-        function = self._function(f"tile_{width}", self._kinds)
+    def _widen(self) -> ir.Function:
+        """Return the function that widens `_WIDENED_ROWS` rows of the matrix.
+
+        Its arguments are the first ones of a tile, the memory for these rows, and how long they are.
+        """
+        kinds = [*self._kinds[:5], self._pointer, self._index]
+        function = self._function("widen", kinds)
+        matrix, stride, numbers, pairs, shift, widened, columns = function.args
+        builder, count = self._ir.IRBuilder(function.append_basic_block()), _WIDENED_ROWS
+        lines = self._rows_of(builder, matrix, stride, self._stored, count)
+        numbers_of = self._rows_of(builder, numbers, pairs, self._word, count)
+        to = self._rows_of(builder, widened, columns, self._float, count)
+        with self._loop(builder, self._index(0), columns, self._elements.step(self._lanes)) as column:
+            for first, vectors in self._vectors(builder, self._elements, lines, numbers_of, stride, shift, column):
+                place = builder.add(column, self._index(first))
+                for line, vector in zip(to, vectors, strict=True):
+                    builder.store(vector, self._at(builder, line, place, self._float)).align = 4
+        builder.ret_void()
+        return function
+
+    def _tile(self, elements: Elements, width: int, height: int) -> ir.Function:
+        """Return the function that multiplies `height` rows of elements by `width` rows of activations."""
+        function = self._function(f"tile_{elements.name}_{width}", self._kinds)
         matrix, stride, numbers, pairs, shift, activations, columns, product, rows = function.args
         builder = self._ir.IRBuilder(function.append_basic_block())
-        zeros, step = self._ir.Constant(self._vector, [0.0] * self._lanes), self._elements.step(self._lanes)
+        lines = self._rows_of(builder, matrix, stride, self._types[elements], height)
+        numbers_of = self._rows_of(builder, numbers, pairs, self._word, height)
+        inputs = self._rows_of(builder, activations, columns, self._float, width)
+        zeros, step = self._ir.Constant(self._vector, [0.0] * self._lanes), self._index(elements.step(self._lanes))
         entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
         builder.branch(body)
         builder.position_at_end(body)
@@ -160,32 +209,17 @@ class _Writer:
         column.add_incoming(self._index(0), entry)
         begun = [[builder.phi(self._vector) for _ in range(width)] for _ in range(height)]
         sums = [[*of_row] for of_row in begun]
-
-        def row_of(pointer: Any, distance: Any, row: int, element: Any) -> Any:
-            return self._at(builder, pointer, builder.mul(distance, self._index(row)), element)
-
-        lines = [row_of(matrix, stride, row, self._stored) for row in range(height)]
-        scales = [row_of(numbers, pairs, row, self._word) for row in range(height)]
-        inputs = [row_of(activations, columns, row, self._float) for row in range(width)]
-        for line in lines:
-            self._bring(builder, line, column, builder.mul(stride, self._index(_AHEAD * BLOCK)))
-        # Columns of a run have one scale and offset.
-        run = RUN if self._elements.are_codes else step
-        for begin in range(0, step, run):
-            group = builder.ashr(builder.add(column, self._index(begin)), shift)
-            pairs_of = [self._pair(builder, scale, group) if self._elements.are_codes else None for scale in scales]
-            for first in range(begin, begin + run, self._lanes):
-                place = builder.add(column, self._index(first))
-                seen = [self._load(builder, self._at(builder, row, place, self._float), self._vector) for row in inputs]
-                for of_row, line, pair in zip(sums, lines, pairs_of, strict=True):
-                    weights = self._widened(builder, line, column, first, pair)
-                    for number, row in enumerate(seen):
-                        of_row[number] = builder.call(self._multiply_add, [weights, row, of_row[number]])
+        for first, vectors in self._vectors(builder, elements, lines, numbers_of, stride, shift, column):
+            place = builder.add(column, self._index(first))
+            seen = [self._load(builder, self._at(builder, row, place, self._float), self._vector) for row in inputs]
+            for of_row, weights in zip(sums, vectors, strict=True):
+                for number, row in enumerate(seen):
+                    of_row[number] = builder.call(self._multiply_add, [weights, row, of_row[number]])
         for before, after in zip(begun, sums, strict=True):
             for one, next_one in zip(before, after, strict=True):
                 one.add_incoming(zeros, entry)
                 one.add_incoming(next_one, body)
-        following = builder.add(column, self._index(step))
+        following = builder.add(column, step)
         column.add_incoming(following, body)
         builder.cbranch(builder.icmp_signed("<", following, columns), body, done)
         builder.position_at_end(done)
@@ -198,25 +232,54 @@ class _Writer:
         return function
 
     # --- elements
-    def _widened(self, builder: ir.IRBuilder, line: Any, column: Any, first: int, pair: Any) -> Any:
+    def _rows_of(self, builder: ir.IRBuilder, pointer: Any, distance: Any, element: Any, count: int) -> list[Any]:
+        """Return where rows begin that lie so far apart."""
+        return [self._at(builder, pointer, builder.mul(distance, self._index(row)), element) for row in range(count)]
+
+    def _vectors(
+        self,
+        builder: ir.IRBuilder,
+        elements: Elements,
+        lines: list[Any],
+        numbers: list[Any],
+        stride: Any,
+        shift: Any,
+        column: Any,
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the elements of rows from a column on as float32, one vector of each row at a time, behind how many
+        columns come before it."""
+        step = elements.step(self._lanes)
+        if elements is not Elements.FLOAT32:
+            for line in lines:
+                self._bring(builder, line, column, builder.mul(stride, self._index(_AHEAD * BLOCK)))
+        # Columns of a run have one scale and offset.
+        run = RUN if elements.are_codes else step
+        for begin in range(0, step, run):
+            group = builder.ashr(builder.add(column, self._index(begin)), shift)
+            pairs = [self._pair(builder, one, group) if elements.are_codes else None for one in numbers]
+            for first in range(begin, begin + run, self._lanes):
+                of_rows = zip(lines, pairs, strict=True)
+                yield first, (self._widened(builder, elements, line, column, first, pair) for line, pair in of_rows)
+
+    def _widened(self, builder: ir.IRBuilder, elements: Elements, line: Any, column: Any, first: int, pair: Any) -> Any:
         """Return elements of a row of the matrix as float32: a vector of them from `column + first` on.
 
         pair: of codes what `_pair` returned for them.
         """
-        kind, ir = self._elements, self._ir
-        place = builder.add(column, self._index(first))
-        if kind is Elements.CODES_4:
+        stored, place = self._types[elements], builder.add(column, self._index(first))
+        if elements is Elements.CODES_4:
             # The second run of columns is in the same bytes as the first one.
             place = builder.add(builder.ashr(column, self._index(1)), self._index(first % RUN))
-        stored = ir.VectorType(self._stored, self._lanes)
-        narrow = self._load(builder, self._at(builder, line, place, self._stored), stored)
-        if kind is Elements.FLOAT16:
+        narrow = self._load(builder, self._at(builder, line, place, stored), self._ir.VectorType(stored, self._lanes))
+        if elements is Elements.FLOAT32:
+            return narrow
+        if elements is Elements.FLOAT16:
             return builder.fpext(narrow, self._vector)
         words = builder.zext(narrow, self._words)
-        if kind is Elements.BFLOAT16:
+        if elements is Elements.BFLOAT16:
             # It is the upper half of a float32.
             return builder.bitcast(builder.shl(words, self._all(16)), self._vector)
-        if kind is Elements.CODES_4:
+        if elements is Elements.CODES_4:
             words = builder.and_(words, self._all(15)) if first < RUN else builder.lshr(words, self._all(4))
         scale, lowest = pair
         return builder.call(self._multiply_add, [builder.sitofp(words, self._vector), scale, lowest])
