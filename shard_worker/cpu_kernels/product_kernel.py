@@ -23,7 +23,7 @@ _AHEAD = 2
 """How many blocks ahead the matrix is brought into the caches: short rows end before a CPU's own prefetching begins."""
 
 _WIDENED_ROWS = 2
-"""How many of the matrix's rows are widened at a time, into the fastest cache, for several rows of activations."""
+"""How many of the matrix's rows are widened at a time into the fastest cache, for many rows of activations."""
 
 _WIDTHS = (4, 2, 1)
 """By how many rows of activations these are multiplied at a time: all sums of a tile are in registers."""
@@ -48,11 +48,14 @@ class Elements(Enum):
         return self in (Elements.CODES_8, Elements.CODES_4)
 
     @property
-    def rows_alone(self) -> int:
-        """How many of the matrix's rows are multiplied at a time by a row of activations that is alone: so many sums
-        are independent of each other that a product need not wait for the one before. Scales and offsets take
-        registers too."""
-        return 4 if self.are_codes else BLOCK
+    def tiles(self) -> dict[int, int]:
+        """How many rows of the matrix are multiplied at a time by one row of activations, by two, or by four, where
+        there are no others: elements are widened in registers then.
+
+        So many sums are independent of each other that a product need not wait for the one before. Scales and offsets
+        take registers too.
+        """
+        return {1: 4, 2: 4, 4: 2} if self.are_codes else {1: 8, 2: 4, 4: 2}
 
     @property
     def middle(self) -> int:
@@ -150,26 +153,29 @@ class _Writer:
             of_own = self._at(builder, numbers, builder.mul(row, pairs), self._word)
             return [own, stride, of_own, pairs, shift], self._at(builder, product, row, self._float)
 
-        alone = self._tile(self._elements, 1, self._elements.rows_alone)
-        with builder.if_else(builder.icmp_signed("==", count, self._index(1))) as (one, several):
-            with one:
-                for above in range(0, BLOCK, self._elements.rows_alone):
+        done = builder.append_basic_block()
+        for few, height in self._elements.tiles.items():
+            tile = self._tile(self._elements, few, height)
+            with builder.if_then(builder.icmp_signed("==", count, self._index(few))):
+                for above in range(0, BLOCK, height):
                     part, to = part_of(above)
-                    builder.call(alone, [*part, activations, columns, to, rows])
-            with several:
-                widen = self._widen()
-                tiles = {width: self._tile(Elements.FLOAT32, width, _WIDENED_ROWS) for width in _WIDTHS}
-                for above in range(0, BLOCK, _WIDENED_ROWS):
-                    part, to = part_of(above)
-                    builder.call(widen, [*part, widened, columns])
-                    first = self._index(0)
-                    for width, tile in tiles.items():
-                        end = builder.and_(count, self._index(-width))
-                        with self._loop(builder, first, end, width) as row:
-                            own = self._at(builder, activations, builder.mul(row, columns), self._float)
-                            place = self._at(builder, to, builder.mul(row, rows), self._float)
-                            builder.call(tile, [widened, columns, *part[2:], own, columns, place, rows])
-                        first = end
+                    builder.call(tile, [*part, activations, columns, to, rows])
+                builder.branch(done)
+        widen = self._widen()
+        tiles = {width: self._tile(Elements.FLOAT32, width, _WIDENED_ROWS) for width in _WIDTHS}
+        for above in range(0, BLOCK, _WIDENED_ROWS):
+            part, to = part_of(above)
+            builder.call(widen, [*part, widened, columns])
+            first = self._index(0)
+            for width, tile in tiles.items():
+                end = builder.and_(count, self._index(-width))
+                with self._loop(builder, first, end, width) as row:
+                    own = self._at(builder, activations, builder.mul(row, columns), self._float)
+                    place = self._at(builder, to, builder.mul(row, rows), self._float)
+                    builder.call(tile, [widened, columns, *part[2:], own, columns, place, rows])
+                first = end
+        builder.branch(done)
+        builder.position_at_end(done)
         builder.ret_void()
         return function
 
