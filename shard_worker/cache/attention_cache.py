@@ -269,7 +269,7 @@ class AttentionCache:
         pages = [self._page(index).tensor[layer] for index in range(begin, end)]
         both = pages[0] if len(pages) == 1 else torch.cat(pages, 2)
         both = both[:, :, first - begin * self.page_rows : last - begin * self.page_rows]
-        keys, values = both if self.dtype is not FLOAT8 else widened(both, self._like.dtype)
+        keys, values = (both if self.dtype is not FLOAT8 else widened(both, self._like.dtype)).unbind()
         return keys, values
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:

@@ -143,7 +143,8 @@ def window(caches: Sequence[RecurrentCache], slot: int, rows: torch.Tensor, unco
     rows."""
     before = caches[0].taps - 1
     convs = [cache.conv[slot] for cache in caches]
-    window = torch.cat((torch.stack([conv[:before] for conv in convs]), rows), 1)
+    committed = [conv[:before] for conv in convs]
+    window = torch.cat((committed[0][None] if len(caches) == 1 else torch.stack(committed), rows), 1)
     kept = rows if uncommitted else window[:, -before:]
     first = before if uncommitted else 0
     for conv, own in zip(convs, kept, strict=True):

@@ -152,6 +152,9 @@ class Rows:
     ) -> torch.Tensor:
         """Return what `work` makes of the rows of sessions that are alike, all rows together [n, …]. It gets their rows
         of `tensor` [n, …], one session's behind the other's."""
+        if len(self.sessions) == 1:
+            [only] = self.sessions
+            return work(AlikeSessions(only.count, only.uncommitted, [only.caches]), tensor)
         alike, order, places = self._likeness
         if len(alike) == 1:
             return work(alike[0], tensor)
