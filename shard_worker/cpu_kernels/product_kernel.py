@@ -33,7 +33,7 @@ class Elements(Enum):
     """What a matrix is made of.
 
     CODES_8, CODES_4: whole numbers from 0 on, in bytes, or two in a byte as `RUN` says. An element is `scale * (code -
-    middle) + offset`, with one scale and offset for some neighbouring columns of a row, a power of two from 32 on.
+    middle) + offset`, with one scale and offset for some neighbouring columns of a row, a power of two from 16 on.
     """
 
     FLOAT32 = "float32"
@@ -67,10 +67,11 @@ class Elements(Enum):
         return {Elements.CODES_8: RUN, Elements.CODES_4: 2 * RUN}.get(self, lanes)
 
 
-def product_module(elements: Elements, lanes: int, name: str) -> ir.Module:
+def product_module(elements: Elements, lanes: int, run: int, name: str) -> ir.Module:
     """Return the module with the kernel, by which each thread multiplies its share of the matrix's rows.
 
-    lanes: how many float32 a vector has.
+    lanes: how many float32 a vector has. run: how many columns of codes have one scale and offset at least, up to
+    `RUN`.
 
     The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the rows of activations and of
     the product; how many rows and columns the matrix has, how many elements (of codes, bytes) lie from one of its rows
@@ -78,16 +79,17 @@ def product_module(elements: Elements, lanes: int, name: str) -> ir.Module:
     have one pair; and how many rows of activations there are. Scales and offsets are pairs of bfloat16. Activations and
     the product are float32 without gaps.
     """
-    return _Writer(elements, lanes).module(name)
+    return _Writer(elements, lanes, run).module(name)
 
 
 class _Writer:
     """Writes the kernel for matrices of one kind."""
 
-    def __init__(self, elements: Elements, lanes: int) -> None:
+    def __init__(self, elements: Elements, lanes: int, run: int) -> None:
         from llvmlite import ir
 
         self._ir, self._elements, self._lanes, self._module = ir, elements, lanes, ir.Module()
+        self._run = run
         self._index, self._pointer, self._float = ir.IntType(64), ir.PointerType(), ir.FloatType()
         self._word, self._vector = ir.IntType(32), ir.VectorType(self._float, lanes)
         self._words = ir.VectorType(self._word, lanes)
@@ -259,7 +261,7 @@ class _Writer:
             for line in lines:
                 self._bring(builder, line, column, builder.mul(stride, self._index(_AHEAD * BLOCK)))
         # Columns of a run have one scale and offset.
-        run = RUN if elements.are_codes else step
+        run = self._run if elements.are_codes else step
         for begin in range(0, step, run):
             group = builder.ashr(builder.add(column, self._index(begin)), shift)
             pairs = [self._pair(builder, one, group) if elements.are_codes else None for one in numbers]

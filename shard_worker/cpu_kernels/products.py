@@ -12,7 +12,7 @@ import struct
 import torch
 
 from shard_worker.cpu_kernels.native import NativeFunction, has_wide_vectors, is_available
-from shard_worker.cpu_kernels.product_kernel import BLOCK, Elements, product_module
+from shard_worker.cpu_kernels.product_kernel import BLOCK, RUN, Elements, product_module
 
 _LEAST_SHARE = 1 << 15
 """How many elements of the matrix are worth a thread."""
@@ -37,9 +37,9 @@ class Product:
         Both are kept, and what `takes_dense` or `takes_codes` has said yes to. For the first matrix of a kind the
         kernel is compiled, which takes some tenths of a second.
         """
-        self._kernel, self._held, self.dtype = _kernel(elements), (matrix, numbers), dtype
-        self._rows = len(matrix)
+        self._held, self.dtype, self._rows = (matrix, numbers), dtype, len(matrix)
         groups = 1 if numbers is None else numbers.shape[1]
+        self._kernel = _kernel(elements, min(columns // groups, RUN))
         shift = (columns // groups).bit_length() - 1
         addresses = matrix.data_ptr(), 0 if numbers is None else numbers.data_ptr()
         self._arguments = addresses, (self._rows, columns, matrix.stride(0), groups, shift)
@@ -51,11 +51,11 @@ class Product:
         return cls(_DENSE[matrix.dtype], matrix, matrix.shape[1], matrix.dtype, None)
 
     @classmethod
-    def of_codes(cls, codes: torch.Tensor, numbers: torch.Tensor, columns: int) -> Product:
-        """Return that with a matrix of codes: uint8 [rows, columns], or two in a byte, [rows, columns / 2]. numbers: as
-        of the class. Activations and products are bfloat16."""
+    def of_codes(cls, codes: torch.Tensor, numbers: torch.Tensor, columns: int, dtype: torch.dtype) -> Product:
+        """Return that with a matrix of codes: uint8 [rows, columns], or two in a byte, [rows, columns / 2]. numbers,
+        dtype: as of the class."""
         elements = Elements.CODES_8 if codes.shape[1] == columns else Elements.CODES_4
-        return cls(elements, codes, columns, torch.bfloat16, numbers)
+        return cls(elements, codes, columns, dtype, numbers)
 
     @staticmethod
     def takes_dense(matrix: torch.Tensor) -> bool:
@@ -95,6 +95,6 @@ def _lanes() -> int:
 
 
 @functools.cache
-def _kernel(elements: Elements) -> NativeFunction:
+def _kernel(elements: Elements, run: int) -> NativeFunction:
     name = "multiply"
-    return NativeFunction(product_module(elements, _lanes(), name), name)
+    return NativeFunction(product_module(elements, _lanes(), run, name), name)

@@ -13,12 +13,18 @@ from shard_worker.cpu_kernels.products import Product
 from shard_worker.weights.weight import Weight, multiplied_dtype, rows_at_a_time
 from shard_worker.weights.whole_codes import WholeCodes, group_of
 
+_LEAST_GROUP = 16
+"""The fewest columns that have one scale and offset, where `group_of` knows no more."""
+
+_DTYPES = (torch.bfloat16, torch.float16)
+"""What activations may be."""
+
 _UNPACKED_FROM = 64
 """From so many rows of activations on, unpacking some of the matrix at a time and multiplying by that is faster."""
 
 
 class CpuCodesWeight(Weight):
-    """A matrix on the CPU for bfloat16 activations, in codes of 4 or 8 bits."""
+    """A matrix on the CPU for activations of 16 bits, in codes of 4 or 8 bits."""
 
     __slots__ = ("_codes", "_middle", "_numbers", "_product", "columns", "device", "dtype", "rows")
 
@@ -26,7 +32,7 @@ class CpuCodesWeight(Weight):
         """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16."""
         self.rows, self.columns = packed.rows, packed.columns
         self.dtype, self.device = packed.dtype, packed.device
-        group, bits = group_of(packed), packed.unsigned_bits
+        group, bits = _group(packed), packed.unsigned_bits
         assert bits is not None
         self._middle = (Elements.CODES_8 if bits == 8 else Elements.CODES_4).middle
         self._codes = torch.empty(self.rows, self.columns * bits // 8, dtype=torch.uint8)
@@ -36,18 +42,18 @@ class CpuCodesWeight(Weight):
             self._codes[some] = part.unsigned()
             scales, offsets = part.unsigned_numbers(group)
             self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=self._middle)], 2)
-        self._product = Product.of_codes(self._codes, self._numbers, self.columns)
+        self._product = Product.of_codes(self._codes, self._numbers, self.columns, self.dtype)
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
         """Return whether a packed matrix can be held so, and this CPU has nothing faster."""
         return (
             packed.device.type == "cpu"
-            and packed.dtype is torch.bfloat16
+            and packed.dtype in _DTYPES
             and multiplied_dtype(packed.dtype, packed.device) is not packed.dtype
             and packed.unsigned_bits is not None
             and packed.rows % CPU_ROWS_MULTIPLE == 0
-            and group_of(packed) > 0
+            and _group(packed) > 0
             and Product.takes_codes(packed.rows, packed.columns, packed.unsigned_bits)
         )
 
@@ -91,3 +97,8 @@ class CpuCodesWeight(Weight):
             codes = torch.stack([runs & 15, runs >> 4], 2)
         scales, offsets = numbers.unsqueeze(2).unbind(3)
         return torch.addcmul(offsets, codes.view(count, groups, -1).float().sub_(self._middle), scales).flatten(1)
+
+
+def _group(packed: WholeCodes) -> int:
+    """Return the largest group that the kernel takes whose elements have one scale and offset; 0 if none is."""
+    return group_of(packed) or (_LEAST_GROUP if packed.group % _LEAST_GROUP == 0 else 0)

@@ -52,7 +52,7 @@ def test_a_row_is_the_plain_product_among_any_number_of_rows(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("extents", "group"), [((16, 64), 64), ((31, 192), 32), ((320, 256), 128)])
+@pytest.mark.parametrize(("extents", "group"), [((16, 64), 64), ((31, 192), 32), ((320, 256), 128), ((40, 128), 16)])
 def test_codes_are_multiplied_by_their_scales_and_offsets(
     extents: tuple[int, int], group: int, bits: int, lanes: int, threads: int
 ) -> None:
@@ -65,7 +65,7 @@ def test_codes_are_multiplied_by_their_scales_and_offsets(
     whole = codes if bits == 8 else torch.stack([runs & 15, runs >> 4], 2).flatten(1)
     scales, offsets = numbers.double().repeat_interleave(group, 1).unbind(2)
     matrix = (whole.double() - (8 if bits == 4 else 128)) * scales + offsets
-    product = Product.of_codes(codes, numbers, columns)
+    product = Product.of_codes(codes, numbers, columns, torch.bfloat16)
 
     assert Product.takes_codes(rows, columns, bits)
     together, exact = (

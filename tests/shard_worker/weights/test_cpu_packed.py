@@ -110,6 +110,28 @@ def test_tiles_that_are_not_known_are_not_unpacked(cpu_form: type[Weight], monke
     assert torch.equal(weight.matmul(x), weight.matmul(x, None, 16))
 
 
+def groups_of_16(rows: int, columns: int, dtype: torch.dtype) -> PackedWeight:
+    codes = torch.randint(-32, 32, (rows, columns), dtype=torch.int8)
+    return PackedWeight(Packing(Codes.INT8), codes, numbers(rows, columns, 16, 256), dtype=dtype)
+
+
+@pytest.mark.parametrize("cpu_form", [CpuCodesWeight], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [*KINDS, groups_of_16])
+def test_the_kernel_takes_small_groups_and_float16(make: Make, dtype: torch.dtype, cpu_form: type[Weight]) -> None:
+    """Of which torch has no product: few rows, and so many that all is unpacked."""
+    torch.manual_seed(3)
+    packed = make(48, 256, dtype)
+    weight = packed.prepared()
+    assert isinstance(weight, cpu_form)
+    for count in (1, 3, 20, 70):
+        x = torch.randn(count, 256).to(dtype)
+        product = weight.matmul(x)
+        assert product.dtype is dtype
+        assert error(product, packed, x) < 4e-3
+        assert torch.equal(weight.matmul(x[-1:], None, 16), weight.matmul(x, None, 16)[-1:])
+
+
 @pytest.mark.parametrize(
     "packed",
     [
@@ -131,6 +153,7 @@ def test_tiles_that_are_not_known_are_not_unpacked(cpu_form: type[Weight], monke
     ],
     ids=["float8", "groups of 16", "24 rows", "float32", "float16"],
 )
+@pytest.mark.usefixtures("largest_cpu_form")
 def test_what_torch_has_no_product_for_is_unpacked(packed: PackedWeight) -> None:
     weight, x = packed.prepared(), torch.randn(5, 256).to(packed.dtype)
     assert isinstance(weight, DenseWeight | BlockedWeight)
