@@ -8,6 +8,8 @@ import functools
 import importlib.util
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from llvmlite import ir
 
@@ -22,11 +24,18 @@ def is_available() -> bool:
 
 
 @functools.cache
-def has_wide_vectors() -> bool:
-    """Return whether a vector of this CPU has 512 bits, and not 256 or fewer."""
+def lanes() -> int:
+    """Return how many float32 a vector of this CPU has. Only where `is_available`."""
     from llvmlite import binding
 
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
+    return 16 if binding.get_host_cpu_features().get("avx512f", False) else 8
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies elements of this type, of 16 bits, by instructions that this CPU has for them."""
+    ops = torch.ops.mkldnn
+    return bool((ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported)())
 
 
 class NativeFunction:
@@ -60,8 +69,6 @@ class NativeFunction:
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """Return the OpenMP library whose threads torch uses, so that kernels use the same; None where it uses none."""
-    import torch  # noqa: F401 - which loads it
-
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             *_, path = line.rstrip("\n").split(maxsplit=5)

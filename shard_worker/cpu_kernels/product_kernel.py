@@ -79,10 +79,10 @@ def product_module(elements: Elements, lanes: int, run: int, name: str) -> ir.Mo
     have one pair; and how many rows of activations there are. Scales and offsets are pairs of bfloat16. Activations and
     the product are float32 without gaps.
     """
-    return _Writer(elements, lanes, run).module(name)
+    return ProductWriter(elements, lanes, run).module(name)
 
 
-class _Writer:
+class ProductWriter:
     """Writes the kernel for matrices of one kind."""
 
     def __init__(self, elements: Elements, lanes: int, run: int) -> None:
@@ -107,10 +107,8 @@ class _Writer:
         """Return the module, as `product_module` does."""
         kernel = self._function(name, [self._pointer])
         builder = self._ir.IRBuilder(kernel.append_basic_block())
-        places = [self._at(builder, kernel.args[0], self._index(number), self._index) for number in range(10)]
-        loaded = [builder.load(place, typ=self._index) for place in places]
-        matrix, numbers, activations, product = (builder.inttoptr(address, self._pointer) for address in loaded[:4])
-        rows, columns, stride, pairs, shift, count = loaded[4:]
+        (matrix, numbers, activations, product), others = self._arguments(builder, kernel, 4, 6)
+        rows, columns, stride, pairs, shift, count = others
         thread, threads = (self._openmp(builder, function) for function in (THREAD_NUMBER, THREAD_COUNT))
         # The last block reaches back into the one before it, to have all its rows: they come out the same again.
         blocks = builder.sdiv(builder.add(rows, self._index(BLOCK - 1)), self._index(BLOCK))
@@ -278,19 +276,24 @@ class _Writer:
         if elements is Elements.CODES_4:
             # The second run of columns is in the same bytes as the first one.
             place = builder.add(builder.ashr(column, self._index(1)), self._index(first % RUN))
-        narrow = self._load(builder, self._at(builder, line, place, stored), self._ir.VectorType(stored, self._lanes))
+        at = self._at(builder, line, place, stored)
         if elements is Elements.FLOAT32:
-            return narrow
-        if elements is Elements.FLOAT16:
-            return builder.fpext(narrow, self._vector)
-        words = builder.zext(narrow, self._words)
-        if elements is Elements.BFLOAT16:
-            # It is the upper half of a float32.
-            return builder.bitcast(builder.shl(words, self._all(16)), self._vector)
+            return self._load(builder, at, self._vector)
+        if not elements.are_codes:
+            return self._widened_floats(builder, at)
+        words = builder.zext(self._load(builder, at, self._ir.VectorType(stored, self._lanes)), self._words)
         if elements is Elements.CODES_4:
             words = builder.and_(words, self._all(15)) if first < RUN else builder.lshr(words, self._all(4))
         scale, lowest = pair
         return builder.call(self._multiply_add, [builder.sitofp(words, self._vector), scale, lowest])
+
+    def _widened_floats(self, builder: ir.IRBuilder, pointer: Any) -> Any:
+        """Return 16-bit floats that lie there as float32."""
+        narrow = self._load(builder, pointer, self._ir.VectorType(self._stored, self._lanes))
+        if self._elements is Elements.FLOAT16:
+            return builder.fpext(narrow, self._vector)
+        # A bfloat16 is the upper half of a float32.
+        return builder.bitcast(builder.shl(builder.zext(narrow, self._words), self._all(16)), self._vector)
 
     def _pair(self, builder: ir.IRBuilder, numbers: Any, group: Any) -> tuple[Any, Any]:
         """Return the scale of a group of columns, and what a code of 0 stands for, each as a vector."""
@@ -310,6 +313,13 @@ class _Writer:
     # --- LLVM's language
     def _function(self, name: str, kinds: list[Any]) -> ir.Function:
         return self._ir.Function(self._module, self._ir.FunctionType(self._ir.VoidType(), kinds), name)
+
+    def _arguments(self, builder: ir.IRBuilder, kernel: ir.Function, addresses: int, numbers: int) -> tuple[Any, Any]:
+        """Return what a kernel is told: so many addresses, and behind them so many numbers."""
+        places = [self._index(number) for number in range(addresses + numbers)]
+        at = [self._at(builder, kernel.args[0], place, self._index) for place in places]
+        loaded = [builder.load(place, typ=self._index) for place in at]
+        return [builder.inttoptr(one, self._pointer) for one in loaded[:addresses]], loaded[addresses:]
 
     def _all(self, number: int) -> Any:
         return self._ir.Constant(self._words, [number] * self._lanes)
@@ -338,8 +348,8 @@ class _Writer:
         return builder.sext(builder.call(function, []), self._index)
 
     @contextlib.contextmanager
-    def _loop(self, builder: ir.IRBuilder, first: Any, end: Any, step: int) -> Iterator[Any]:
-        """Write what is done for every index from `first` on while it is below `end`."""
+    def _loop(self, builder: ir.IRBuilder, first: Any, end: Any, step: Any) -> Iterator[Any]:
+        """Write what is done for every index from `first` on, `step` apart, while it is below `end`."""
         before, head = builder.block, builder.append_basic_block()
         body, done = builder.append_basic_block(), builder.append_basic_block()
         builder.branch(head)
@@ -349,6 +359,6 @@ class _Writer:
         builder.cbranch(builder.icmp_signed("<", index, end), body, done)
         builder.position_at_end(body)
         yield index
-        index.add_incoming(builder.add(index, self._index(step)), builder.block)
+        index.add_incoming(builder.add(index, self._index(step) if isinstance(step, int) else step), builder.block)
         builder.branch(head)
         builder.position_at_end(done)

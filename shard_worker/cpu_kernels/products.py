@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from shard_worker.cpu_kernels.native import NativeFunction, has_wide_vectors, is_available
+from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes
 from shard_worker.cpu_kernels.product_kernel import BLOCK, RUN, Elements, product_module
 
 _LEAST_SHARE = 1 << 15
@@ -20,7 +20,7 @@ _LEAST_SHARE = 1 << 15
 _ARGUMENTS = struct.Struct("=10q")
 """The kernel's, as `product_module` says."""
 
-_DENSE = {torch.bfloat16: Elements.BFLOAT16, torch.float16: Elements.FLOAT16}
+DENSE = {torch.bfloat16: Elements.BFLOAT16, torch.float16: Elements.FLOAT16}
 
 
 class Product:
@@ -48,7 +48,7 @@ class Product:
     @classmethod
     def of_dense(cls, matrix: torch.Tensor) -> Product:
         """Return that with a dense matrix [rows, columns], in whose dtype activations and products are."""
-        return cls(_DENSE[matrix.dtype], matrix, matrix.shape[1], matrix.dtype, None)
+        return cls(DENSE[matrix.dtype], matrix, matrix.shape[1], matrix.dtype, None)
 
     @classmethod
     def of_codes(cls, codes: torch.Tensor, numbers: torch.Tensor, columns: int, dtype: torch.dtype) -> Product:
@@ -62,18 +62,18 @@ class Product:
         """Return whether the kernel takes a dense matrix."""
         return (
             matrix.device.type == "cpu"
-            and matrix.dtype in _DENSE
+            and matrix.dtype in DENSE
             and matrix.stride(1) == 1
             and len(matrix) >= BLOCK
             and is_available()
-            and matrix.shape[1] % _lanes() == 0
+            and matrix.shape[1] % lanes() == 0
         )
 
     @staticmethod
     def takes_codes(rows: int, columns: int, bits: int) -> bool:
         """Return whether the kernel takes a matrix of codes of so many bits, 4 or 8."""
         elements = Elements.CODES_8 if bits == 8 else Elements.CODES_4
-        return rows >= BLOCK and is_available() and columns % elements.step(_lanes()) == 0
+        return rows >= BLOCK and is_available() and columns % elements.step(lanes()) == 0
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [n, columns] times the transposed matrix, plus bias [rows]: [n, rows].
@@ -89,12 +89,6 @@ class Product:
 
 
 @functools.cache
-def _lanes() -> int:
-    """Return how many float32 a vector has."""
-    return 16 if has_wide_vectors() else 8
-
-
-@functools.cache
 def _kernel(elements: Elements, run: int) -> NativeFunction:
     name = "multiply"
-    return NativeFunction(product_module(elements, _lanes(), run, name), name)
+    return NativeFunction(product_module(elements, lanes(), run, name), name)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from shard_worker.cpu_kernels import attention as cpu_attention
+
 if torch.version.cuda or torch.version.hip:
     # What `Causal` needs brings a compiler along, which takes a second: not for a build that has no use for it, and
     # elsewhere not while the first prompt waits.
@@ -81,6 +83,8 @@ def attend(
         rows_last, bias = queries.transpose(0, 1)[None], causal_lower_right(rows, keys.shape[1])
         out = F.scaled_dot_product_attention(rows_last, keys[None], values[None], attn_mask=bias, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
+    if rows == 1 and mask is None and cpu_attention.takes(keys):
+        return cpu_attention.attend(queries[0], keys, values).view(1, heads * head_dim)
     if rows == 1:
         # Heads are in order already: a step of one row takes no longer than it must.
         grouped = queries.reshape(1, kv_heads, group, head_dim)

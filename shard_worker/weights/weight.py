@@ -6,13 +6,13 @@ Layers only use what `Weight` offers, so that a packed form can take a dense one
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from shard_worker.cpu_kernels import native
 from shard_worker.cpu_kernels.products import Product
 
 _WIDENED_FROM = 4
@@ -37,7 +37,12 @@ def rows_at_a_time(columns: int, device: torch.device) -> int:
 def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the element type that a device multiplies several rows by, of a dense matrix of another one maybe: float32
     for 16 bits on a CPU that has no instructions for them, where torch takes four to eight times as long."""
-    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and _has_onednn() and not _is_known(dtype):
+    if (
+        device.type == "cpu"
+        and dtype in (torch.bfloat16, torch.float16)
+        and _has_onednn()
+        and not native.multiplies(dtype)
+    ):
         return torch.float32
     return dtype
 
@@ -45,13 +50,6 @@ def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def _has_onednn() -> bool:
     """Return whether this build of torch multiplies by oneDNN on CPUs."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _is_known(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies elements of 16 bits on this CPU."""
-    ops = torch.ops.mkldnn
-    return bool((ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported)())
 
 
 def multiply_dense(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,7 +201,7 @@ class DenseWeight(Weight):
         costs from a dense matrix, sixteen float32 rows a third."""
         if self.device.type != "cpu" or not _has_onednn():
             return self
-        if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and _is_known(self.dtype)):
+        if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and native.multiplies(self.dtype)):
             return BlockedWeight(self._tensor)
         if multiplied_dtype(self.dtype, self.device) is not self.dtype and Product.takes_dense(self._tensor):
             return WidenedWeight(self._tensor)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is n
 @pytest.fixture(params=[8, 16])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """How many float32 a vector has: wider ones than the CPU's are made of two."""
-    monkeypatch.setattr(products, "_lanes", lambda: request.param)
+    monkeypatch.setattr(products, "lanes", lambda: request.param)
     products._kernel.cache_clear()
     yield request.param
     products._kernel.cache_clear()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shard_worker.cpu_kernels import native
-from shard_worker.weights import weight as weight_module
 from shard_worker.weights.cpu_codes import CpuCodesWeight
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
 from shard_worker.weights.weight import Weight
@@ -19,7 +18,7 @@ def cpu_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if form is CpuCodesWeight:
         if not native.is_available():
             pytest.skip("llvmlite is not installed, or torch has no OpenMP")
-        monkeypatch.setattr(weight_module, "_is_known", lambda dtype: False)
+        monkeypatch.setattr(native, "multiplies", lambda dtype: False)
         return form
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("torch has no fast int4 product here")

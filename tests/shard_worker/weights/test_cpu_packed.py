@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_worker.weights import cpu_int4, weight as weight_module
+from shard_worker.cpu_kernels import native
+from shard_worker.weights import cpu_int4
 from shard_worker.weights.cpu_codes import CpuCodesWeight
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
 from shard_worker.weights.packed import Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
@@ -92,7 +93,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(make: Make, cpu_form: t
 @pytest.mark.parametrize("make", KINDS)
 def test_the_kernels_form_takes_no_more_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner counts the bytes of torch's form, and does not know which of them a host will use."""
-    monkeypatch.setattr(weight_module, "_is_known", lambda dtype: False)
+    monkeypatch.setattr(native, "multiplies", lambda dtype: False)
     packed = make(128, 256, torch.bfloat16)
     if not CpuCodesWeight.takes(packed):
         pytest.skip("kernels cannot be compiled here")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shard_worker.cpu_kernels import native
 from shard_worker.cpu_kernels.products import Product
-from shard_worker.weights import weight as module
 from shard_worker.weights.weight import (
     BlockedWeight,
     DenseWeight,
@@ -53,7 +53,7 @@ def test_products_without_instructions_for_16_bits(
 ) -> None:
     """The matrix stays as it is and is widened, by a kernel or in memory; a row is the same to the bit with other rows,
     where as many are asked for."""
-    monkeypatch.setattr(module, "_is_known", lambda dtype: False)
+    monkeypatch.setattr(native, "multiplies", lambda dtype: False)
     if not kernel:
         monkeypatch.setattr(Product, "takes_dense", lambda matrix: False)
     torch.manual_seed(rows)

@@ -1,0 +1,209 @@
+"""The kernel of attention over cached keys and values, in LLVM's language."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shard_worker.cpu_kernels.native import THREAD_COUNT, THREAD_NUMBER
+from shard_worker.cpu_kernels.product_kernel import BLOCK, Elements, ProductWriter
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+ROWS = 4
+"""How many queries of a head read its keys and values at a time, at most."""
+
+_HEIGHTS = {4: 2, 2: 4, 1: BLOCK}
+"""How many keys so many queries are multiplied by at a time."""
+
+_SUMS = 8
+"""How many vectors of sums are in registers while values are summed up."""
+
+_EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""The polynomial of `exp(r) = 1 + r + r² p(r)` for |r| <= ln(2) / 2, highest power first (Cephes, `expf`)."""
+
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+"""The logarithm of 2 as the sum of two float32, of which the first times a small whole number is exact."""
+
+_LEAST_EXPONENT = -87.0
+"""What is less than this has an exponential of 0: it would be no normal float32."""
+
+
+def attention_module(elements: Elements, lanes: int, head_dim: int, group: int, name: str) -> ir.Module:
+    """Return the module with the kernel, by which each thread takes some of the heads of keys.
+
+    elements: of keys and values, 16-bit floats. lanes: how many float32 a vector has; they divide head_dim. group: how
+    many queries each head of keys has.
+
+    The kernel's arguments: the addresses of keys, values, queries, results and scores; how many heads keys have, and
+    how many positions; the elements from one head of keys to the next, and from one position to the next, and the same
+    of values; and the float32 from one line of scores to the next. Queries [heads of keys, group, head_dim] are float32
+    and scaled, results are like them. Scores have `ROWS` lines for each thread.
+    """
+    return _AttentionWriter(elements, lanes, head_dim, group).module(name)
+
+
+class _AttentionWriter(ProductWriter):
+    """Writes the kernel for heads of one size."""
+
+    def __init__(self, elements: Elements, lanes: int, head_dim: int, group: int) -> None:
+        super().__init__(elements, lanes, 0)
+        self._head_dim, self._group = head_dim, group
+        two = self._ir.FunctionType(self._vector, [self._vector] * 2)
+        self._larger = self._ir.Function(self._module, two, f"llvm.maxnum.v{lanes}f32")
+        one = self._ir.FunctionType(self._float, [self._vector])
+        self._largest = self._ir.Function(self._module, one, f"llvm.vector.reduce.fmax.v{lanes}f32")
+        rounded = self._ir.FunctionType(self._vector, [self._vector])
+        self._round = self._ir.Function(self._module, rounded, f"llvm.roundeven.v{lanes}f32")
+
+    def module(self, name: str) -> ir.Module:
+        """Return the module, as `attention_module` does."""
+        kernel = self._function(name, [self._pointer])
+        builder = self._ir.IRBuilder(kernel.append_basic_block())
+        (keys, values, queries, results, scores), others = self._arguments(builder, kernel, 5, 7)
+        heads, span, key_head, key_step, value_head, value_step, line = others
+        thread, threads = (self._openmp(builder, function) for function in (THREAD_NUMBER, THREAD_COUNT))
+        own_scores = self._at(builder, scores, builder.mul(thread, builder.mul(line, self._index(ROWS))), self._float)
+        functions: dict[int, ir.Function] = {}
+        with self._loop(builder, thread, heads, threads) as head:
+            own_keys = self._at(builder, keys, builder.mul(head, key_head), self._stored)
+            own_values = self._at(builder, values, builder.mul(head, value_head), self._stored)
+            done = 0
+            while done < self._group:
+                width = next(width for width in _HEIGHTS if width <= self._group - done)
+                if width not in functions:
+                    functions[width] = self._rows(width)
+                row = builder.add(builder.mul(head, self._index(self._group)), self._index(done))
+                offset = builder.mul(row, self._index(self._head_dim))
+                own_queries, to = (self._at(builder, one, offset, self._float) for one in (queries, results))
+                arguments = [own_keys, key_step, own_values, value_step, own_queries, to, own_scores, line, span]
+                builder.call(functions[width], arguments)
+                done += width
+        builder.ret_void()
+        return self._module
+
+    def _rows(self, width: int) -> ir.Function:
+        """Return the function that makes the results of `width` queries of a head.
+
+        Its arguments: where the head's keys begin and the distance between them, the same of its values, the queries,
+        where results go, memory for scores and the distance between its lines, and how many keys there are.
+        """
+        pointer, index = self._pointer, self._index
+        kinds = [pointer, index, pointer, index, pointer, pointer, pointer, index, index]
+        function = self._function(f"rows_{width}", kinds)
+        keys, key_step, values, value_step, queries, results, scores, line, span = function.args
+        builder = self._ir.IRBuilder(function.append_basic_block())
+        self._score(builder, width, (keys, key_step, queries, scores, line, span))
+        lines = self._rows_of(builder, scores, line, self._float, width)
+        totals = [self._softmax(builder, one, span) for one in lines]
+        self._sum_values(builder, (values, value_step, results, span), lines, totals)
+        builder.ret_void()
+        return function
+
+    def _score(self, builder: ir.IRBuilder, width: int, where: tuple[Any, ...]) -> None:
+        """Write the products of queries with all keys: a line of scores for each query."""
+        keys, key_step, queries, scores, line, span = where
+        height, zero = _HEIGHTS[width], self._index(0)
+        tile = self._tile(self._elements, width, height)
+        none = self._ir.Constant(self._pointer, None)
+        last = builder.sub(span, self._index(height))
+
+        def at(key: Any) -> None:
+            own = self._at(builder, keys, builder.mul(key, key_step), self._stored)
+            to = self._at(builder, scores, key, self._float)
+            builder.call(tile, [own, key_step, none, zero, zero, queries, self._index(self._head_dim), to, line])
+
+        with self._loop(builder, zero, last, height) as key:
+            at(key)
+        # The last keys, some of which may have been taken before.
+        at(last)
+
+    def _softmax(self, builder: ir.IRBuilder, scores: Any, span: Any) -> Any:
+        """Write exponentials in place of a query's scores, and return their sum. A line has room for whole vectors:
+        behind the scores zeros are written."""
+        ir, zero = self._ir, self._index(0)
+        hidden = ir.Constant(self._vector, [-math.inf] * self._lanes)
+        numbers = ir.Constant(self._words, list(range(self._lanes)))
+        count = self._spread_word(builder, builder.trunc(span, self._word))
+        top = builder.alloca(self._vector)
+        builder.store(hidden, top)
+        with self._loop(builder, zero, span, self._lanes) as position:
+            place = self._at(builder, scores, position, self._float)
+            numbered = builder.add(self._spread_word(builder, builder.trunc(position, self._word)), numbers)
+            is_score = builder.icmp_signed("<", numbered, count)
+            shown = builder.select(is_score, self._load(builder, place, self._vector), hidden)
+            builder.store(shown, place).align = 4
+            builder.store(builder.call(self._larger, [builder.load(top, typ=self._vector), shown]), top)
+        largest = self._spread(builder, builder.call(self._largest, [builder.load(top, typ=self._vector)]))
+        total = builder.alloca(self._vector)
+        builder.store(ir.Constant(self._vector, [0.0] * self._lanes), total)
+        with self._loop(builder, zero, span, self._lanes) as position:
+            place = self._at(builder, scores, position, self._float)
+            made = self._exp(builder, builder.fsub(self._load(builder, place, self._vector), largest))
+            builder.store(made, place).align = 4
+            builder.store(builder.fadd(builder.load(total, typ=self._vector), made), total)
+        whole = [ir.Constant(self._float, -0.0), builder.load(total, typ=self._vector)]
+        return builder.call(self._sum, whole, fastmath=("reassoc",))
+
+    def _exp(self, builder: ir.IRBuilder, x: Any) -> Any:
+        """Return the exponentials of numbers that are not positive."""
+        ir = self._ir
+
+        def all_of(number: float) -> Any:
+            return ir.Constant(self._vector, [number] * self._lanes)
+
+        power = builder.call(self._round, [builder.fmul(x, all_of(1 / math.log(2)))])
+        rest = builder.call(self._multiply_add, [power, all_of(-_LN2_HIGH), x])
+        rest = builder.call(self._multiply_add, [power, all_of(-_LN2_LOW), rest])
+        made = all_of(_EXP_TERMS[0])
+        for term in _EXP_TERMS[1:]:
+            made = builder.call(self._multiply_add, [made, rest, all_of(term)])
+        made = builder.call(self._multiply_add, [builder.fmul(made, rest), rest, rest])
+        made = builder.fadd(made, all_of(1.0))
+        exponent = builder.shl(builder.add(builder.fptosi(power, self._words), self._all(127)), self._all(23))
+        made = builder.fmul(made, builder.bitcast(exponent, self._vector))
+        return builder.select(builder.fcmp_ordered("<", x, all_of(_LEAST_EXPONENT)), all_of(0.0), made)
+
+    def _sum_values(self, builder: ir.IRBuilder, where: tuple[Any, ...], lines: list[Any], totals: list[Any]) -> None:
+        """Write for each query the sum of all values, each times what has become of its score, over their total.
+
+        lines: where these are, of each query. totals: of each query their sum.
+        """
+        values, value_step, results, span = where
+        width, vectors = len(totals), self._head_dim // self._lanes
+        at_once = next(some for some in range(_SUMS // width, 0, -1) if vectors % some == 0)
+        zeros = self._ir.Constant(self._vector, [0.0] * self._lanes)
+        for first in range(0, vectors, at_once):
+            places = [self._index(number * self._lanes) for number in range(first, first + at_once)]
+            entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+            builder.branch(body)
+            builder.position_at_end(body)
+            position = builder.phi(self._index)
+            position.add_incoming(self._index(0), entry)
+            sums = [[builder.phi(self._vector) for _ in places] for _ in totals]
+            value = self._at(builder, values, builder.mul(position, value_step), self._stored)
+            self._bring(builder, value, places[0], builder.mul(value_step, self._index(2 * BLOCK)))
+            loaded = [self._widened_floats(builder, self._at(builder, value, place, self._stored)) for place in places]
+            for own, of_row in zip(lines, sums, strict=True):
+                share = self._spread(
+                    builder, builder.load(self._at(builder, own, position, self._float), typ=self._float)
+                )
+                for total, one in zip(of_row, loaded, strict=True):
+                    total.add_incoming(zeros, entry)
+                    total.add_incoming(builder.call(self._multiply_add, [share, one, total]), body)
+            following = builder.add(position, self._index(1))
+            position.add_incoming(following, body)
+            builder.cbranch(builder.icmp_signed("<", following, span), body, done)
+            builder.position_at_end(done)
+            for row, of_row in enumerate(sums):
+                for place, total in zip(places, of_row, strict=True):
+                    [_, (behind, _)] = total.incomings
+                    whole = builder.fdiv(behind, self._spread(builder, totals[row]))
+                    to = builder.add(self._index(row * self._head_dim), place)
+                    builder.store(whole, self._at(builder, results, to, self._float)).align = 4
+
+    def _spread_word(self, builder: ir.IRBuilder, word: Any) -> Any:
+        """Return a vector of one whole number."""
+        undefined = self._ir.Constant(self._words, self._ir.Undefined)
+        return builder.shuffle_vector(builder.insert_element(undefined, word, self._word(0)), undefined, self._all(0))
