@@ -43,7 +43,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
     The first call for heads of a size takes some tenths of a second more, in which the kernel is compiled.
     """
     (heads, head_dim), (kv_heads, span, _) = queries.shape, keys.shape
-    scaled = queries.float() * head_dim**-0.5
+    scaled = (queries.float() * head_dim**-0.5).contiguous()
     results, line = torch.empty_like(scaled), -(-span // lanes()) * lanes()
     threads = min(kv_heads, torch.get_num_threads())
     scores = torch.empty(threads, ROWS, line)

@@ -69,9 +69,9 @@ class NativeFunction:
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """Return the OpenMP library whose threads torch uses, so that kernels use the same; None where it uses none."""
+    paths: list[str] = []
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            *_, path = line.rstrip("\n").split(maxsplit=5)
-            if "/libgomp" in path:
-                return ctypes.CDLL(path)
-    return None
+        paths = [line.rstrip("\n").split(maxsplit=5)[-1] for line in maps if "/libgomp" in line]
+    # Other packages may have brought one along.
+    own = sorted(paths, key=lambda path: "/torch" not in path)
+    return ctypes.CDLL(own[0]) if own else None
