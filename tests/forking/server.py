@@ -154,10 +154,22 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     random.seed()
 
 
+def compile_kernels() -> None:
+    """Compile what most workers on a CPU like this one would: that takes each some tenths of a second."""
+    import torch
+
+    from shard_worker.cpu_kernels import native, products
+
+    if native.is_available() and not native.multiplies(torch.bfloat16):
+        products.Product.of_dense(torch.zeros(8, 64, dtype=torch.bfloat16))
+
+
 def main() -> None:
     program, folder = sys.argv[1:]
     for name in MODULES[program]:
         importlib.import_module(name)
+    if program == "shard_worker":
+        compile_kernels()
     # What is imported stays: no collection in a forked process looks through it, or copies its pages.
     gc.freeze()
     try:
