@@ -21,12 +21,13 @@ _ARGUMENTS = struct.Struct("=10q")
 """The kernel's, as `product_module` says."""
 
 DENSE = {torch.bfloat16: Elements.BFLOAT16, torch.float16: Elements.FLOAT16}
+"""What dense matrices may be made of."""
 
 
 class Product:
     """The product with one matrix."""
 
-    __slots__ = ("_arguments", "_elements", "_held", "_kernel", "_most_threads", "_rows", "dtype")
+    __slots__ = ("_arguments", "_held", "_kernel", "_most_threads", "_rows", "dtype")
 
     def __init__(
         self, elements: Elements, matrix: torch.Tensor, columns: int, dtype: torch.dtype, numbers: torch.Tensor | None
@@ -51,11 +52,11 @@ class Product:
         return cls(DENSE[matrix.dtype], matrix, matrix.shape[1], matrix.dtype, None)
 
     @classmethod
-    def of_codes(cls, codes: torch.Tensor, numbers: torch.Tensor, columns: int, dtype: torch.dtype) -> Product:
-        """Return that with a matrix of codes: uint8 [rows, columns], or two in a byte, [rows, columns / 2]. numbers,
-        dtype: as of the class."""
+    def of_codes(cls, codes: torch.Tensor, numbers: torch.Tensor, columns: int) -> Product:
+        """Return that with a matrix of codes: uint8 [rows, columns], or two in a byte, [rows, columns / 2]. numbers: as
+        of the class. Activations and products are bfloat16."""
         elements = Elements.CODES_8 if codes.shape[1] == columns else Elements.CODES_4
-        return cls(elements, codes, columns, dtype, numbers)
+        return cls(elements, codes, columns, torch.bfloat16, numbers)
 
     @staticmethod
     def takes_dense(matrix: torch.Tensor) -> bool:

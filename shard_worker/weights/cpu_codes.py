@@ -16,20 +16,18 @@ from shard_worker.weights.whole_codes import WholeCodes, group_of
 _LEAST_GROUP = 16
 """The fewest columns that have one scale and offset, where `group_of` knows no more."""
 
-_DTYPES = (torch.bfloat16, torch.float16)
-"""What activations may be."""
-
 _UNPACKED_FROM = 64
 """From so many rows of activations on, unpacking some of the matrix at a time and multiplying by that is faster."""
 
 
 class CpuCodesWeight(Weight):
-    """A matrix on the CPU for activations of 16 bits, in codes of 4 or 8 bits."""
+    """A matrix on the CPU for bfloat16 activations, in codes of 4 or 8 bits."""
 
     __slots__ = ("_codes", "_middle", "_numbers", "_product", "columns", "device", "dtype", "rows")
 
     def __init__(self, packed: WholeCodes) -> None:
-        """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16."""
+        """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16, which
+        float16 activations would lose by."""
         self.rows, self.columns = packed.rows, packed.columns
         self.dtype, self.device = packed.dtype, packed.device
         group, bits = _group(packed), packed.unsigned_bits
@@ -42,14 +40,14 @@ class CpuCodesWeight(Weight):
             self._codes[some] = part.unsigned()
             scales, offsets = part.unsigned_numbers(group)
             self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=self._middle)], 2)
-        self._product = Product.of_codes(self._codes, self._numbers, self.columns, self.dtype)
+        self._product = Product.of_codes(self._codes, self._numbers, self.columns)
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
         """Return whether a packed matrix can be held so, and this CPU has nothing faster."""
         return (
             packed.device.type == "cpu"
-            and packed.dtype in _DTYPES
+            and packed.dtype is torch.bfloat16
             and multiplied_dtype(packed.dtype, packed.device) is not packed.dtype
             and packed.unsigned_bits is not None
             and packed.rows % CPU_ROWS_MULTIPLE == 0

@@ -65,7 +65,7 @@ def test_codes_are_multiplied_by_their_scales_and_offsets(
     whole = codes if bits == 8 else torch.stack([runs & 15, runs >> 4], 2).flatten(1)
     scales, offsets = numbers.double().repeat_interleave(group, 1).unbind(2)
     matrix = (whole.double() - (8 if bits == 4 else 128)) * scales + offsets
-    product = Product.of_codes(codes, numbers, columns, torch.bfloat16)
+    product = Product.of_codes(codes, numbers, columns)
 
     assert Product.takes_codes(rows, columns, bits)
     together, exact = (
