@@ -11,8 +11,8 @@ import struct
 import torch
 
 from shard_worker.cpu_kernels.attention_kernel import ROWS, attention_module
+from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes, multiplies
-from shard_worker.cpu_kernels.product_kernel import BLOCK
 from shard_worker.cpu_kernels.products import DENSE
 
 _ARGUMENTS = struct.Struct("=12q")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shard_worker.cpu_kernels.native import THREAD_COUNT, THREAD_NUMBER
-from shard_worker.cpu_kernels.product_kernel import BLOCK, Elements, ProductWriter
+from shard_worker.cpu_kernels.kernel_writer import BLOCK
+from shard_worker.cpu_kernels.product_kernel import Elements, ProductWriter
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -48,22 +48,16 @@ class _AttentionWriter(ProductWriter):
     """Writes the kernel for heads of one size."""
 
     def __init__(self, elements: Elements, lanes: int, head_dim: int, group: int) -> None:
-        super().__init__(elements, lanes, 0)
+        super().__init__(elements, lanes)
         self._head_dim, self._group = head_dim, group
-        two = self._ir.FunctionType(self._vector, [self._vector] * 2)
-        self._larger = self._ir.Function(self._module, two, f"llvm.maxnum.v{lanes}f32")
-        one = self._ir.FunctionType(self._float, [self._vector])
-        self._largest = self._ir.Function(self._module, one, f"llvm.vector.reduce.fmax.v{lanes}f32")
-        rounded = self._ir.FunctionType(self._vector, [self._vector])
-        self._round = self._ir.Function(self._module, rounded, f"llvm.roundeven.v{lanes}f32")
+        self._larger = self._declared(f"llvm.maxnum.v{lanes}f32", self._vector, [self._vector] * 2)
+        self._largest = self._declared(f"llvm.vector.reduce.fmax.v{lanes}f32", self._float, [self._vector])
 
     def module(self, name: str) -> ir.Module:
         """Return the module, as `attention_module` does."""
-        kernel = self._function(name, [self._pointer])
-        builder = self._ir.IRBuilder(kernel.append_basic_block())
-        (keys, values, queries, results, scores), others = self._arguments(builder, kernel, 5, 7)
+        builder, (keys, values, queries, results, scores), others = self._kernel(name, 5, 7)
         heads, span, key_head, key_step, value_head, value_step, line = others
-        thread, threads = (self._openmp(builder, function) for function in (THREAD_NUMBER, THREAD_COUNT))
+        thread, threads = self._threads(builder)
         own_scores = self._at(builder, scores, builder.mul(thread, builder.mul(line, self._index(ROWS))), self._float)
         functions: dict[int, ir.Function] = {}
         with self._loop(builder, thread, heads, threads) as head:
@@ -106,13 +100,12 @@ class _AttentionWriter(ProductWriter):
         keys, key_step, queries, scores, line, span = where
         height, zero = _HEIGHTS[width], self._index(0)
         tile = self._tile(self._elements, width, height)
-        none = self._ir.Constant(self._pointer, None)
         last = builder.sub(span, self._index(height))
 
         def at(key: Any) -> None:
             own = self._at(builder, keys, builder.mul(key, key_step), self._stored)
             to = self._at(builder, scores, key, self._float)
-            builder.call(tile, [own, key_step, none, zero, zero, queries, self._index(self._head_dim), to, line])
+            builder.call(tile, [own, key_step, queries, self._index(self._head_dim), to, line])
 
         with self._loop(builder, zero, last, height) as key:
             at(key)
@@ -123,36 +116,27 @@ class _AttentionWriter(ProductWriter):
         """Write exponentials in place of a query's scores, and return their sum. A line has room for whole vectors:
         behind the scores zeros are written."""
         ir, zero = self._ir, self._index(0)
-        hidden = ir.Constant(self._vector, [-math.inf] * self._lanes)
+        hidden = self._all_floats(-math.inf)
         numbers = ir.Constant(self._words, list(range(self._lanes)))
-        count = self._spread_word(builder, builder.trunc(span, self._word))
-        top = builder.alloca(self._vector)
-        builder.store(hidden, top)
-        with self._loop(builder, zero, span, self._lanes) as position:
+        count = self._spread(builder, builder.trunc(span, self._word))
+        with self._sums(builder, zero, span, self._lanes, [hidden]) as (position, top):
             place = self._at(builder, scores, position, self._float)
-            numbered = builder.add(self._spread_word(builder, builder.trunc(position, self._word)), numbers)
+            numbered = builder.add(self._spread(builder, builder.trunc(position, self._word)), numbers)
             is_score = builder.icmp_signed("<", numbered, count)
             shown = builder.select(is_score, self._load(builder, place, self._vector), hidden)
-            builder.store(shown, place).align = 4
-            builder.store(builder.call(self._larger, [builder.load(top, typ=self._vector), shown]), top)
-        largest = self._spread(builder, builder.call(self._largest, [builder.load(top, typ=self._vector)]))
-        total = builder.alloca(self._vector)
-        builder.store(ir.Constant(self._vector, [0.0] * self._lanes), total)
-        with self._loop(builder, zero, span, self._lanes) as position:
+            self._store(builder, shown, place)
+            top[0] = builder.call(self._larger, [top[0], shown])
+        largest = self._spread(builder, builder.call(self._largest, top))
+        with self._sums(builder, zero, span, self._lanes, [self._all_floats(0.0)]) as (position, total):
             place = self._at(builder, scores, position, self._float)
             made = self._exp(builder, builder.fsub(self._load(builder, place, self._vector), largest))
-            builder.store(made, place).align = 4
-            builder.store(builder.fadd(builder.load(total, typ=self._vector), made), total)
-        whole = [ir.Constant(self._float, -0.0), builder.load(total, typ=self._vector)]
-        return builder.call(self._sum, whole, fastmath=("reassoc",))
+            self._store(builder, made, place)
+            total[0] = builder.fadd(total[0], made)
+        return self._total(builder, total[0])
 
     def _exp(self, builder: ir.IRBuilder, x: Any) -> Any:
         """Return the exponentials of numbers that are not positive."""
-        ir = self._ir
-
-        def all_of(number: float) -> Any:
-            return ir.Constant(self._vector, [number] * self._lanes)
-
+        all_of = self._all_floats
         power = builder.call(self._round, [builder.fmul(x, all_of(1 / math.log(2)))])
         rest = builder.call(self._multiply_add, [power, all_of(-_LN2_HIGH), x])
         rest = builder.call(self._multiply_add, [power, all_of(-_LN2_LOW), rest])
@@ -173,37 +157,21 @@ class _AttentionWriter(ProductWriter):
         values, value_step, results, span = where
         width, vectors = len(totals), self._head_dim // self._lanes
         at_once = next(some for some in range(_SUMS // width, 0, -1) if vectors % some == 0)
-        zeros = self._ir.Constant(self._vector, [0.0] * self._lanes)
+        zeros = [self._all_floats(0.0)] * (width * at_once)
         for first in range(0, vectors, at_once):
             places = [self._index(number * self._lanes) for number in range(first, first + at_once)]
-            entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
-            builder.branch(body)
-            builder.position_at_end(body)
-            position = builder.phi(self._index)
-            position.add_incoming(self._index(0), entry)
-            sums = [[builder.phi(self._vector) for _ in places] for _ in totals]
-            value = self._at(builder, values, builder.mul(position, value_step), self._stored)
-            self._bring(builder, value, places[0], builder.mul(value_step, self._index(2 * BLOCK)))
-            loaded = [self._widened_floats(builder, self._at(builder, value, place, self._stored)) for place in places]
-            for own, of_row in zip(lines, sums, strict=True):
-                share = self._spread(
-                    builder, builder.load(self._at(builder, own, position, self._float), typ=self._float)
-                )
-                for total, one in zip(of_row, loaded, strict=True):
-                    total.add_incoming(zeros, entry)
-                    total.add_incoming(builder.call(self._multiply_add, [share, one, total]), body)
-            following = builder.add(position, self._index(1))
-            position.add_incoming(following, body)
-            builder.cbranch(builder.icmp_signed("<", following, span), body, done)
-            builder.position_at_end(done)
-            for row, of_row in enumerate(sums):
-                for place, total in zip(places, of_row, strict=True):
-                    [_, (behind, _)] = total.incomings
-                    whole = builder.fdiv(behind, self._spread(builder, totals[row]))
-                    to = builder.add(self._index(row * self._head_dim), place)
-                    builder.store(whole, self._at(builder, results, to, self._float)).align = 4
-
-    def _spread_word(self, builder: ir.IRBuilder, word: Any) -> Any:
-        """Return a vector of one whole number."""
-        undefined = self._ir.Constant(self._words, self._ir.Undefined)
-        return builder.shuffle_vector(builder.insert_element(undefined, word, self._word(0)), undefined, self._all(0))
+            with self._sums(builder, self._index(0), span, 1, zeros) as (position, sums):
+                value = self._at(builder, values, builder.mul(position, value_step), self._stored)
+                self._bring(builder, value, places[0], value_step, self._stored)
+                at = [self._at(builder, value, place, self._stored) for place in places]
+                loaded = [self._widened_floats(builder, one) for one in at]
+                for row, own in enumerate(lines):
+                    score = builder.load(self._at(builder, own, position, self._float), typ=self._float)
+                    share = self._spread(builder, score)
+                    for number, one in enumerate(loaded, row * at_once):
+                        sums[number] = builder.call(self._multiply_add, [share, one, sums[number]])
+            for number, total in enumerate(sums):
+                row, vector = divmod(number, at_once)
+                whole = builder.fdiv(total, self._spread(builder, totals[row]))
+                to = builder.add(self._index(row * self._head_dim), places[vector])
+                self._store(builder, whole, self._at(builder, results, to, self._float))

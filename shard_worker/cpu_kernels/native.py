@@ -13,6 +13,9 @@ import torch
 if TYPE_CHECKING:
     from llvmlite import ir
 
+_LEAST_SHARE = 1 << 15
+"""How many elements of a matrix are worth a thread."""
+
 THREAD_NUMBER, THREAD_COUNT = "omp_get_thread_num", "omp_get_num_threads"
 """OpenMP's functions, `int32 ()` both, by which a kernel knows which share of the work is its thread's."""
 
@@ -26,9 +29,14 @@ def is_available() -> bool:
 @functools.cache
 def lanes() -> int:
     """Return how many float32 a vector of this CPU has. Only where `is_available`."""
-    from llvmlite import binding
+    return 16 if _has("avx512f") else 8
 
-    return 16 if binding.get_host_cpu_features().get("avx512f", False) else 8
+
+@functools.cache
+def multiplies_pairs() -> bool:
+    """Return whether this CPU multiplies 16 whole numbers of 16 bits at once, and adds neighbours. Only where
+    `is_available`."""
+    return _has("avx2")
 
 
 @functools.cache
@@ -36,6 +44,11 @@ def multiplies(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies elements of this type, of 16 bits, by instructions that this CPU has for them."""
     ops = torch.ops.mkldnn
     return bool((ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported)())
+
+
+def threads_for(elements: int) -> int:
+    """Return how many of torch's threads a matrix of so many elements is worth."""
+    return max(1, min(elements // _LEAST_SHARE, torch.get_num_threads()))
 
 
 class NativeFunction:
@@ -64,6 +77,13 @@ class NativeFunction:
     def run(self, arguments: bytes, threads: int) -> None:
         """Run it on so many threads, all with the same arguments; other Python threads go on beside it."""
         self._run_by_threads(self._address, arguments, threads, 0)
+
+
+def _has(feature: str) -> bool:
+    """Return whether this CPU has it, by LLVM's name."""
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_features().get(feature, False))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Packed matrices on CPUs that multiply no 16-bit floats, whose codes a kernel widens in registers."""
+"""Packed matrices on CPUs that multiply no 16-bit floats, whose codes a kernel multiplies as whole numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from services.model.target_tensors import CPU_ROWS_MULTIPLE
-from shard_worker.cpu_kernels.product_kernel import RUN, Elements
-from shard_worker.cpu_kernels.products import Product
+from shard_worker.cpu_kernels.codes_kernel import RUN, middle_of
+from shard_worker.cpu_kernels.codes_products import CodesProduct
 from shard_worker.weights.weight import Weight, multiplied_dtype, rows_at_a_time
 from shard_worker.weights.whole_codes import WholeCodes, group_of
 
@@ -32,7 +32,7 @@ class CpuCodesWeight(Weight):
         self.dtype, self.device = packed.dtype, packed.device
         group, bits = _group(packed), packed.unsigned_bits
         assert bits is not None
-        self._middle = (Elements.CODES_8 if bits == 8 else Elements.CODES_4).middle
+        self._middle = middle_of(bits)
         self._codes = torch.empty(self.rows, self.columns * bits // 8, dtype=torch.uint8)
         self._numbers = torch.empty(self.rows, self.columns // group, 2, dtype=torch.bfloat16)
         for some in self._parts():
@@ -40,7 +40,7 @@ class CpuCodesWeight(Weight):
             self._codes[some] = part.unsigned()
             scales, offsets = part.unsigned_numbers(group)
             self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=self._middle)], 2)
-        self._product = Product.of_codes(self._codes, self._numbers, self.columns)
+        self._product = CodesProduct(self._codes, self._numbers, self.columns)
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
@@ -52,7 +52,7 @@ class CpuCodesWeight(Weight):
             and packed.unsigned_bits is not None
             and packed.rows % CPU_ROWS_MULTIPLE == 0
             and _group(packed) > 0
-            and Product.takes_codes(packed.rows, packed.columns, packed.unsigned_bits)
+            and CodesProduct.takes(packed.rows, packed.columns, packed.unsigned_bits, _group(packed))
         )
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from services.model.target_tensors import CPU_ROWS_MULTIPLE
-from shard_worker.cpu_kernels.product_kernel import RUN
+from shard_worker.cpu_kernels.codes_kernel import RUN
 from shard_worker.weights.weight import Weight, multiplied_dtype
 from shard_worker.weights.whole_codes import WholeCodes, group_of
 

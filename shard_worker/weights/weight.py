@@ -203,7 +203,7 @@ class DenseWeight(Weight):
             return self
         if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and native.multiplies(self.dtype)):
             return BlockedWeight(self._tensor)
-        if multiplied_dtype(self.dtype, self.device) is not self.dtype and Product.takes_dense(self._tensor):
+        if multiplied_dtype(self.dtype, self.device) is not self.dtype and Product.takes(self._tensor):
             return WidenedWeight(self._tensor)
         return self
 
@@ -216,7 +216,7 @@ class WidenedWeight(DenseWeight):
     def __init__(self, tensor: torch.Tensor) -> None:
         """tensor: one that `Product` takes; it is kept, not copied."""
         super().__init__(tensor)
-        self._product = Product.of_dense(tensor)
+        self._product = Product(tensor)
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None

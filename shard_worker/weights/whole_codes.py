@@ -36,7 +36,7 @@ class CodesOfRows(Protocol):
 
     def unsigned(self) -> torch.Tensor:
         """Return the codes: those of 8 bits as uint8 [rows, columns], of 4 bits two in a byte, [rows, columns / 2], in
-        runs as `product_kernel.RUN` says. They are not the caller's to change."""
+        runs as `codes_kernel.RUN` says. They are not the caller's to change."""
 
     def unsigned_numbers(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales and offsets, float32 [rows, columns / group] both, which are the caller's.

@@ -161,7 +161,7 @@ def compile_kernels() -> None:
     from shard_worker.cpu_kernels import native, products
 
     if native.is_available() and not native.multiplies(torch.bfloat16):
-        products.Product.of_dense(torch.zeros(8, 64, dtype=torch.bfloat16))
+        products.Product(torch.zeros(8, 64, dtype=torch.bfloat16))
 
 
 def main() -> None:

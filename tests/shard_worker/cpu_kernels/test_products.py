@@ -1,4 +1,4 @@
-"""The kernel for matrices of narrow elements against the product in float64, to the bit for any number of rows."""
+"""The kernel for dense matrices of 16 bits against the product in float64, to the bit for any number of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shard_worker.cpu_kernels import native, products
-from shard_worker.cpu_kernels.product_kernel import RUN
 from shard_worker.cpu_kernels.products import Product
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
@@ -23,14 +22,6 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     products._kernel.cache_clear()
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many threads there are, each with some work."""
-    monkeypatch.setattr(products, "_LEAST_SHARE", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    return request.param
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("extents", [(8, 16), (9, 48), (31, 64), (320, 176)])
 def test_a_row_is_the_plain_product_among_any_number_of_rows(
@@ -39,7 +30,7 @@ def test_a_row_is_the_plain_product_among_any_number_of_rows(
     """Rows of a matrix that make no whole blocks, more threads than blocks, a bias and none."""
     torch.manual_seed(extents[0])
     matrix, x = torch.randn(extents).to(dtype), torch.randn(23, extents[1]).to(dtype)
-    product, bias = Product.of_dense(matrix), torch.randn(extents[0]).to(dtype)
+    product, bias = Product(matrix), torch.randn(extents[0]).to(dtype)
     for added in (None, bias):
         whole = product.multiply(x, added)
         exact = x.double() @ matrix.double().T + (0 if added is None else added.double())
@@ -51,33 +42,6 @@ def test_a_row_is_the_plain_product_among_any_number_of_rows(
                 assert torch.equal(product.multiply(x[part], added), whole[part])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("extents", "group"), [((16, 64), 64), ((31, 192), 32), ((320, 256), 128), ((40, 128), 16)])
-def test_codes_are_multiplied_by_their_scales_and_offsets(
-    extents: tuple[int, int], group: int, bits: int, lanes: int, threads: int
-) -> None:
-    """Every code, groups of one run and of several, the same bits among any number of rows."""
-    torch.manual_seed(group)
-    rows, columns = extents
-    codes = torch.randint(256, (rows, columns * bits // 8), dtype=torch.uint8)
-    numbers, x = torch.randn(rows, columns // group, 2).bfloat16(), torch.randn(9, columns).bfloat16()
-    runs = codes.unflatten(1, (-1, RUN))
-    whole = codes if bits == 8 else torch.stack([runs & 15, runs >> 4], 2).flatten(1)
-    scales, offsets = numbers.double().repeat_interleave(group, 1).unbind(2)
-    matrix = (whole.double() - (8 if bits == 4 else 128)) * scales + offsets
-    product = Product.of_codes(codes, numbers, columns)
-
-    assert Product.takes_codes(rows, columns, bits)
-    together, exact = (
-        product.multiply(x),
-        x.double() @ matrix.T,
-    )
-    assert together.dtype is torch.bfloat16
-    assert (together.double() - exact).norm() <= exact.norm() * 4e-3
-    for count in (1, 2, 3, 4, 6):
-        assert torch.equal(product.multiply(x[2 : 2 + count]), together[2 : 2 + count])
-
-
 def test_numbers_of_all_sizes(lanes: int) -> None:
     """Every 16-bit float is widened to itself: the smallest ones, infinities, and what is no number."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -86,35 +50,30 @@ def test_numbers_of_all_sizes(lanes: int) -> None:
         one[0, 5] = 1
         matrix = torch.zeros(1 << 16, 16, dtype=dtype)
         matrix[:, 5] = every
-        torch.testing.assert_close(Product.of_dense(matrix).multiply(one)[0], every, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(Product(matrix).multiply(one)[0], every, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_that_lie_apart(lanes: int) -> None:
     """Activations and the matrix may be columns of something wider."""
     matrix, x = torch.randn(24, 96).bfloat16()[:, 32:64], torch.randn(5, 64).bfloat16()[:, :32]
-    assert Product.takes_dense(matrix)
-    apart, beside = Product.of_dense(matrix), Product.of_dense(matrix.contiguous())
+    assert Product.takes(matrix)
+    apart, beside = Product(matrix), Product(matrix.contiguous())
     assert torch.equal(apart.multiply(x), beside.multiply(x.contiguous()))
 
 
 def test_what_it_does_not_take() -> None:
     """Other element types, few rows, columns that fill no vector, columns that lie apart."""
-    assert Product.takes_dense(torch.zeros(8, 16, dtype=torch.bfloat16))
+    assert Product.takes(torch.zeros(8, 16, dtype=torch.bfloat16))
     for matrix in (
         torch.zeros(8, 16),
         torch.zeros(7, 16, dtype=torch.bfloat16),
         torch.zeros(8, 20, dtype=torch.bfloat16),
         torch.zeros(16, 8, dtype=torch.bfloat16).T,
     ):
-        assert not Product.takes_dense(matrix)
-    assert Product.takes_codes(8, 64, 4)
-    assert not Product.takes_codes(8, 32, 4)
-    assert not Product.takes_codes(8, 48, 8)
-    assert not Product.takes_codes(7, 64, 8)
+        assert not Product.takes(matrix)
 
 
 def test_nothing_is_taken_where_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own products serve there."""
     monkeypatch.setattr(products, "is_available", lambda: False)
-    assert not Product.takes_dense(torch.zeros(8, 16, dtype=torch.bfloat16))
-    assert not Product.takes_codes(8, 64, 4)
+    assert not Product.takes(torch.zeros(8, 16, dtype=torch.bfloat16))

@@ -55,7 +55,7 @@ def test_products_without_instructions_for_16_bits(
     where as many are asked for."""
     monkeypatch.setattr(native, "multiplies", lambda dtype: False)
     if not kernel:
-        monkeypatch.setattr(Product, "takes_dense", lambda matrix: False)
+        monkeypatch.setattr(Product, "takes", lambda matrix: False)
     torch.manual_seed(rows)
     matrix, bias = torch.randn(extents).to(dtype), torch.randn(extents[0]).to(dtype)
     x = torch.randn(rows, 2 * extents[1]).to(dtype)[:, : extents[1]]

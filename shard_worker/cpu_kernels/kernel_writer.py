@@ -1,0 +1,161 @@
+"""What all kernels for CPUs are written with: functions, loops and vectors in LLVM's language."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shard_worker.cpu_kernels.native import THREAD_COUNT, THREAD_NUMBER
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+BLOCK = 8
+"""How many of a matrix's rows are multiplied by all rows of activations before the next ones are read. A thread's share
+is made of such blocks."""
+
+_AHEAD = 2
+"""How many blocks ahead a matrix is brought into the caches: short rows end before a CPU's own prefetching begins."""
+
+
+class KernelWriter:
+    """Writes a module of one kernel. lanes: how many float32 its vectors have."""
+
+    def __init__(self, lanes: int) -> None:
+        from llvmlite import ir
+
+        self._ir, self._lanes, self._module = ir, lanes, ir.Module()
+        self._index, self._pointer, self._float = ir.IntType(64), ir.PointerType(), ir.FloatType()
+        self._word, self._vector = ir.IntType(32), ir.VectorType(self._float, lanes)
+        self._words = ir.VectorType(self._word, lanes)
+        self._multiply_add = self._declared(f"llvm.fma.v{lanes}f32", self._vector, [self._vector] * 3)
+        self._sum = self._declared(f"llvm.vector.reduce.fadd.v{lanes}f32", self._float, [self._float, self._vector])
+        self._round = self._declared(f"llvm.roundeven.v{lanes}f32", self._vector, [self._vector])
+        kinds = [self._pointer] + [self._word] * 3
+        self._prefetch = self._declared("llvm.prefetch.p0", ir.VoidType(), kinds)
+
+    # --- functions
+    def _declared(self, name: str, result: Any, kinds: Sequence[Any]) -> ir.Function:
+        """Return a function that is not the module's own."""
+        declared = self._module.globals.get(name)
+        return declared or self._ir.Function(self._module, self._ir.FunctionType(result, kinds), name)
+
+    def _function(self, name: str, kinds: Sequence[Any]) -> ir.Function:
+        return self._ir.Function(self._module, self._ir.FunctionType(self._ir.VoidType(), kinds), name)
+
+    def _kernel(self, name: str, addresses: int, numbers: int) -> tuple[ir.IRBuilder, list[Any], list[Any]]:
+        """Begin the kernel, and return what it is told: so many addresses, and behind them so many numbers."""
+        kernel = self._function(name, [self._pointer])
+        builder = self._ir.IRBuilder(kernel.append_basic_block())
+        places = [self._index(number) for number in range(addresses + numbers)]
+        at = [self._at(builder, kernel.args[0], place, self._index) for place in places]
+        loaded = [builder.load(place, typ=self._index) for place in at]
+        return builder, [builder.inttoptr(one, self._pointer) for one in loaded[:addresses]], loaded[addresses:]
+
+    def _threads(self, builder: ir.IRBuilder) -> list[Any]:
+        """Return the number of the thread, from 0 on, and how many there are."""
+        functions = (self._declared(name, self._word, []) for name in (THREAD_NUMBER, THREAD_COUNT))
+        return [builder.sext(builder.call(function, []), self._index) for function in functions]
+
+    # --- loops
+    @contextlib.contextmanager
+    def _blocks(self, builder: ir.IRBuilder, rows: Any) -> Iterator[Any]:
+        """Write what is done for every block of the thread's share of a matrix of so many rows, by its first row."""
+        thread, threads = self._threads(builder)
+        # The last block reaches back into the one before it, to have all its rows: they come out the same again.
+        blocks = builder.sdiv(builder.add(rows, self._index(BLOCK - 1)), self._index(BLOCK))
+        share = builder.sdiv(builder.add(blocks, builder.sub(threads, self._index(1))), threads)
+        first = builder.mul(thread, share)
+        end = self._least(builder, builder.add(first, share), blocks)
+        with self._loop(builder, first, end, 1) as block:
+            last = builder.sub(rows, self._index(BLOCK))
+            yield self._least(builder, builder.mul(block, self._index(BLOCK)), last)
+
+    @contextlib.contextmanager
+    def _loop(self, builder: ir.IRBuilder, first: Any, end: Any, step: Any) -> Iterator[Any]:
+        """Write what is done for every index from `first` on, `step` apart, while it is below `end`."""
+        before, head = builder.block, builder.append_basic_block()
+        body, done = builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(self._index)
+        index.add_incoming(first, before)
+        builder.cbranch(builder.icmp_signed("<", index, end), body, done)
+        builder.position_at_end(body)
+        yield index
+        index.add_incoming(builder.add(index, self._index(step) if isinstance(step, int) else step), builder.block)
+        builder.branch(head)
+        builder.position_at_end(done)
+
+    @contextlib.contextmanager
+    def _sums(
+        self, builder: ir.IRBuilder, first: Any, end: Any, step: int, values: list[Any]
+    ) -> Iterator[tuple[Any, list[Any]]]:
+        """As `_loop`, where there is at least one index, with values in registers that every turn changes in the list
+        that it is given; behind the loop the list has what the last turn left there."""
+        before, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(body)
+        builder.position_at_end(body)
+        index = builder.phi(self._index)
+        index.add_incoming(first, before)
+        begun = [builder.phi(value.type) for value in values]
+        for phi, value in zip(begun, values, strict=True):
+            phi.add_incoming(value, before)
+        changed = [*begun]
+        yield index, changed
+        for phi, value in zip(begun, changed, strict=True):
+            phi.add_incoming(value, builder.block)
+        following = builder.add(index, self._index(step))
+        index.add_incoming(following, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, end), body, done)
+        builder.position_at_end(done)
+
+    # --- numbers, vectors and addresses
+    def _all(self, number: int) -> Any:
+        return self._ir.Constant(self._words, [number] * self._lanes)
+
+    def _all_floats(self, number: float) -> Any:
+        return self._ir.Constant(self._vector, [number] * self._lanes)
+
+    def _spread(self, builder: ir.IRBuilder, number: Any) -> Any:
+        """Return a vector of one number, a float32 or a whole one."""
+        undefined = self._ir.Constant(self._ir.VectorType(number.type, self._lanes), self._ir.Undefined)
+        return builder.shuffle_vector(builder.insert_element(undefined, number, self._word(0)), undefined, self._all(0))
+
+    def _total(self, builder: ir.IRBuilder, vector: Any) -> Any:
+        """Return the sum of a vector of float32."""
+        return builder.call(self._sum, [self._ir.Constant(self._float, -0.0), vector], fastmath=("reassoc",))
+
+    def _widened_bfloat16(self, builder: ir.IRBuilder, narrow: Any) -> Any:
+        """Return a vector of bfloat16, given as whole numbers of 16 bits, as float32: it is the upper half of one."""
+        return builder.bitcast(builder.shl(builder.zext(narrow, self._words), self._all(16)), self._vector)
+
+    def _load(self, builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
+        """Load a vector that lies anywhere."""
+        loaded = builder.load(pointer, typ=kind)
+        loaded.align = 1
+        return loaded
+
+    def _store(self, builder: ir.IRBuilder, vector: Any, pointer: Any) -> None:
+        """Store a vector anywhere."""
+        builder.store(vector, pointer).align = 1
+
+    def _at(self, builder: ir.IRBuilder, pointer: Any, index: Any, element: Any) -> Any:
+        """Return the address of an element."""
+        return builder.gep(pointer, [index], source_etype=element)
+
+    def _rows_of(self, builder: ir.IRBuilder, pointer: Any, distance: Any, element: Any, count: int) -> list[Any]:
+        """Return where rows begin that lie so far apart."""
+        return [self._at(builder, pointer, builder.mul(distance, self._index(row)), element) for row in range(count)]
+
+    def _least(self, builder: ir.IRBuilder, one: Any, other: Any) -> Any:
+        return builder.select(builder.icmp_signed("<", one, other), one, other)
+
+    def _bring(self, builder: ir.IRBuilder, row: Any, place: Any, distance: Any, element: Any) -> None:
+        """Have brought into the caches what lies so far, times `BLOCK` and some, behind an element of a row; beyond the
+        end of memory it does nothing."""
+        ahead = builder.mul(distance, self._index(_AHEAD * BLOCK))
+        address = self._at(builder, row, builder.add(place, ahead), element)
+        # To be read, soon and again.
+        builder.call(self._prefetch, [address, *(self._word(hint) for hint in (0, 3, 1))])
