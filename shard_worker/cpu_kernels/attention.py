@@ -11,9 +11,8 @@ import struct
 import torch
 
 from shard_worker.cpu_kernels.attention_kernel import ROWS, attention_module
-from shard_worker.cpu_kernels.kernel_writer import BLOCK
+from shard_worker.cpu_kernels.kernel_writer import BLOCK, ELEMENTS
 from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes, multiplies
-from shard_worker.cpu_kernels.products import DENSE
 
 _ARGUMENTS = struct.Struct("=12q")
 """The kernel's, as `attention_module` says."""
@@ -27,7 +26,7 @@ def takes(keys: torch.Tensor) -> bool:
     return (
         keys.numel() >= _LEAST_ELEMENTS
         and keys.device.type == "cpu"
-        and keys.dtype in DENSE
+        and keys.dtype in (torch.bfloat16, torch.float16)
         and not multiplies(keys.dtype)
         and keys.stride(2) == 1
         and keys.shape[1] >= BLOCK
@@ -57,4 +56,4 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, group: int) -> NativeFunction:
     name = "attend"
-    return NativeFunction(attention_module(DENSE[dtype], lanes(), head_dim, group, name), name)
+    return NativeFunction(attention_module(ELEMENTS[dtype], lanes(), head_dim, group, name), name)

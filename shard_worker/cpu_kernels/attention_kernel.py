@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shard_worker.cpu_kernels.kernel_writer import BLOCK
-from shard_worker.cpu_kernels.product_kernel import Elements, ProductWriter
+from shard_worker.cpu_kernels.kernel_writer import BLOCK, Elements
+from shard_worker.cpu_kernels.product_kernel import ProductWriter
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -100,17 +100,21 @@ class _AttentionWriter(ProductWriter):
         keys, key_step, queries, scores, line, span = where
         height, zero = _HEIGHTS[width], self._index(0)
         tile = self._tile(self._elements, width, height)
-        last = builder.sub(span, self._index(height))
+        last, none = builder.sub(span, self._index(height)), self._ir.Constant(self._pointer, None)
 
         def at(key: Any) -> None:
             own = self._at(builder, keys, builder.mul(key, key_step), self._stored)
             to = self._at(builder, scores, key, self._float)
-            builder.call(tile, [own, key_step, queries, self._index(self._head_dim), to, line])
+            builder.call(tile, [own, key_step, queries, self._index(self._head_dim), to, line, none])
 
         with self._loop(builder, zero, last, height) as key:
             at(key)
         # The last keys, some of which may have been taken before.
         at(last)
+
+    def _put(self, builder: ir.IRBuilder, total: Any, product: Any, place: Any, bias: Any) -> None:
+        """Write a score, which stays float32."""
+        builder.store(total, self._at(builder, product, place, self._float))
 
     def _softmax(self, builder: ir.IRBuilder, scores: Any, span: Any) -> Any:
         """Write exponentials in place of a query's scores, and return their sum. A line has room for whole vectors:
@@ -164,7 +168,7 @@ class _AttentionWriter(ProductWriter):
                 value = self._at(builder, values, builder.mul(position, value_step), self._stored)
                 self._bring(builder, value, places[0], value_step, self._stored)
                 at = [self._at(builder, value, place, self._stored) for place in places]
-                loaded = [self._widened_floats(builder, one) for one in at]
+                loaded = [self._load_floats(builder, one, self._elements) for one in at]
                 for row, own in enumerate(lines):
                     score = builder.load(self._at(builder, own, position, self._float), typ=self._float)
                     share = self._spread(builder, score)

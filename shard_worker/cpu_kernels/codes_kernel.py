@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shard_worker.cpu_kernels import native
-from shard_worker.cpu_kernels.kernel_writer import BLOCK, KernelWriter
+from shard_worker.cpu_kernels.kernel_writer import BLOCK, Elements, KernelWriter
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -83,10 +83,11 @@ def codes_module(bits: int, run: int, name: str) -> ir.Module:
     columns of a row, a power of two from 16 on. Codes are whole numbers from 0 on, in bytes, or two in a byte as `RUN`
     says. bits: 4 or 8. run: as of `rounding_module`.
 
-    The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the rounded rows of activations
-    and of the product; how many rows and columns the matrix has, how many bytes lie from one of its rows to the next,
-    and how many groups a row has; the logarithm to the base 2 of a group's columns; and how many rows of activations
-    there are. Scales and offsets are pairs of bfloat16. The product is float32 without gaps.
+    The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the rounded rows of activations,
+    of the product, and of the bias or 0; how many rows and columns the matrix has, how many bytes lie from one of its
+    rows to the next, and how many groups a row has; the logarithm to the base 2 of a group's columns; and how many rows
+    of activations there are. Scales and offsets are pairs of bfloat16. The product and the bias are bfloat16 without
+    gaps.
     """
     return _CodesWriter(bits, run).product(name)
 
@@ -172,7 +173,7 @@ class _CodesWriter(KernelWriter):
             for begin in range(0, RUN, _LANES):
                 place = builder.add(column, self._index(begin))
                 seen = self._load(builder, self._at(builder, row, place, self._half), wide)
-                scaled = builder.fmul(self._widened_bfloat16(builder, seen), powers)
+                scaled = builder.fmul(self._widened(builder, seen, Elements.BFLOAT16), powers)
                 parts.append(builder.call(whole, [builder.call(self._round, [scaled])]))
             for begin in range(0, RUN, part):
                 total = self._ir.Constant(self._words, [0] * _LANES)
@@ -222,7 +223,7 @@ class _CodesWriter(KernelWriter):
     # --- the product
     def product(self, name: str) -> ir.Module:
         """Return the module, as `codes_module` does."""
-        builder, (matrix, numbers, activations, product), others = self._kernel(name, 4, 6)
+        builder, (matrix, numbers, activations, product, bias), others = self._kernel(name, 5, 6)
         rows, columns, stride, groups, shift, count = others
         widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
         widened.align = 64
@@ -230,8 +231,9 @@ class _CodesWriter(KernelWriter):
         with self._blocks(builder, rows) as row:
             own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
             of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
-            to = self._at(builder, product, row, self._float)
-            arguments = [own, stride, of_own, groups, shift, activations, columns, to, rows, count, widened]
+            to = self._at(builder, product, row, self._half)
+            own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
+            arguments = [own, stride, of_own, groups, shift, activations, columns, to, rows, own_bias, count, widened]
             builder.call(block, arguments)
         builder.ret_void()
         return self._module
@@ -240,9 +242,10 @@ class _CodesWriter(KernelWriter):
     def _kinds(self) -> list[Any]:
         """The types of a tile's arguments: where its part of the matrix begins and the distance between the rows; where
         its scales and offsets begin, how many a row has, and the logarithm of the columns that have one; where rounded
-        rows begin and how many columns they have; where the product begins and the distance between its rows."""
+        rows begin and how many columns they have; where the product begins and the distance between its rows; and where
+        the bias begins."""
         pointer, index = self._pointer, self._index
-        return [pointer, index, pointer, index, index, pointer, index, pointer, index]
+        return [pointer, index, pointer, index, index, pointer, index, pointer, index, pointer]
 
     def _block(self) -> ir.Function:
         """Return the function that multiplies a block of the matrix by all rows of activations.
@@ -250,36 +253,40 @@ class _CodesWriter(KernelWriter):
         Its arguments are those of a tile, how many rows of activations there are, and memory for `_height` rows.
         """
         function = self._function("block", [*self._kinds, self._index, self._pointer])
-        matrix, stride, numbers, groups, shift, activations, columns, product, rows, count, widened = function.args
+        matrix, stride, numbers, groups, shift, activations, columns, product, rows, *others = function.args
+        bias, count, widened = others
         builder = self._ir.IRBuilder(function.append_basic_block())
         length = self._rounded_length(builder, columns, groups)
 
-        def part_of(above: int) -> tuple[Any, Any, Any]:
-            """Return where the block's rows begin from this one on, their scales, and their part of the product."""
+        def part_of(above: int) -> tuple[Any, Any, Any, Any]:
+            """Return where the block's rows begin from this one on, their scales, their part of the product, and their
+            bias."""
             row = self._index(above)
             own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
             of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
-            return own, of_own, self._at(builder, product, row, self._float)
+            to = self._at(builder, product, row, self._half)
+            return own, of_own, to, self._bias_of(builder, bias, row, Elements.BFLOAT16)
 
         done = builder.append_basic_block()
         for few in _FEW:
             tile = self._tile(few, 1, widened=False)
             with builder.if_then(builder.icmp_signed("==", count, self._index(few))):
                 for above in range(BLOCK):
-                    own, of_own, to = part_of(above)
-                    builder.call(tile, [own, stride, of_own, groups, shift, activations, columns, to, rows])
+                    own, of_own, *to = part_of(above)
+                    builder.call(tile, [own, stride, of_own, groups, shift, activations, columns, to[0], rows, to[1]])
                 builder.branch(done)
         widen, tiles = self._widen(), {width: self._tile(width, self._height, widened=True) for width in _WIDTHS}
         for above in range(0, BLOCK, self._height):
-            own, of_own, to = part_of(above)
+            own, of_own, to, own_bias = part_of(above)
             builder.call(widen, [own, stride, widened, columns])
             first = self._index(0)
             for width, tile in tiles.items():
                 end = builder.and_(count, self._index(-width))
                 with self._loop(builder, first, end, width) as row:
                     rounded = self._at(builder, activations, builder.mul(row, length), self._byte)
-                    place = self._at(builder, to, builder.mul(row, rows), self._float)
-                    builder.call(tile, [widened, columns, of_own, groups, shift, rounded, columns, place, rows])
+                    place = self._at(builder, to, builder.mul(row, rows), self._half)
+                    part = [widened, columns, of_own, groups, shift, rounded, columns, place, rows, own_bias]
+                    builder.call(tile, part)
                 first = end
         builder.branch(done)
         builder.position_at_end(done)
@@ -310,7 +317,7 @@ class _CodesWriter(KernelWriter):
         widened: whether `_widen` has written them.
         """
         function = self._function(f"tile_{width}{'_widened' if widened else ''}", self._kinds)
-        matrix, stride, numbers, groups, shift, activations, columns, product, rows = function.args
+        matrix, stride, numbers, groups, shift, activations, columns, product, rows, bias = function.args
         builder = self._ir.IRBuilder(function.append_basic_block())
         lines = self._rows_of(builder, matrix, stride, self._half if widened else self._byte, height)
         scales = self._rows_of(builder, numbers, groups, self._word, height)
@@ -338,7 +345,10 @@ class _CodesWriter(KernelWriter):
         for number, total in enumerate(totals):
             above, row = divmod(number, width)
             place = builder.add(builder.mul(rows, self._index(row)), self._index(above))
-            builder.store(self._total(builder, total), self._at(builder, product, place, self._float))
+            own_bias = self._bias_of(builder, bias, self._index(above), Elements.BFLOAT16)
+            found = self._biased(builder, self._total(builder, total), own_bias, Elements.BFLOAT16)
+            to = self._at(builder, product, place, self._half)
+            builder.store(self._narrowed(builder, found, Elements.BFLOAT16), to)
         builder.ret_void()
         return function
 

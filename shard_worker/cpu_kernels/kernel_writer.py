@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from shard_worker.cpu_kernels.native import THREAD_COUNT, THREAD_NUMBER
 
@@ -17,6 +20,18 @@ is made of such blocks."""
 
 _AHEAD = 2
 """How many blocks ahead a matrix is brought into the caches: short rows end before a CPU's own prefetching begins."""
+
+
+class Elements(Enum):
+    """What tensors are made of that kernels read and write."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+ELEMENTS = {torch.float32: Elements.FLOAT32, torch.bfloat16: Elements.BFLOAT16, torch.float16: Elements.FLOAT16}
+"""By torch's dtypes."""
 
 
 class KernelWriter:
@@ -34,6 +49,8 @@ class KernelWriter:
         self._round = self._declared(f"llvm.roundeven.v{lanes}f32", self._vector, [self._vector])
         kinds = [self._pointer] + [self._word] * 3
         self._prefetch = self._declared("llvm.prefetch.p0", ir.VoidType(), kinds)
+        halves = {Elements.FLOAT32: self._float, Elements.FLOAT16: ir.HalfType(), Elements.BFLOAT16: ir.IntType(16)}
+        self._types: dict[Elements, Any] = halves
 
     # --- functions
     def _declared(self, name: str, result: Any, kinds: Sequence[Any]) -> ir.Function:
@@ -127,9 +144,72 @@ class KernelWriter:
         """Return the sum of a vector of float32."""
         return builder.call(self._sum, [self._ir.Constant(self._float, -0.0), vector], fastmath=("reassoc",))
 
-    def _widened_bfloat16(self, builder: ir.IRBuilder, narrow: Any) -> Any:
-        """Return a vector of bfloat16, given as whole numbers of 16 bits, as float32: it is the upper half of one."""
-        return builder.bitcast(builder.shl(builder.zext(narrow, self._words), self._all(16)), self._vector)
+    def _load_floats(self, builder: ir.IRBuilder, pointer: Any, elements: Elements) -> Any:
+        """Load a vector of elements as float32."""
+        return self._widened(builder, self._load(builder, pointer, self._vector_of(elements)), elements)
+
+    def _store_floats(self, builder: ir.IRBuilder, vector: Any, pointer: Any, elements: Elements) -> None:
+        """Store a vector of float32 as elements, rounded to the nearest."""
+        self._store(builder, self._narrowed(builder, vector, elements), pointer)
+
+    def _widened(self, builder: ir.IRBuilder, stored: Any, elements: Elements) -> Any:
+        """Return elements as float32: one of them, or a vector."""
+        wide, words = self._like(stored, self._float), self._like(stored, self._word)
+        if elements is Elements.FLOAT32:
+            return stored
+        if elements is Elements.FLOAT16:
+            return builder.fpext(stored, wide)
+        # A bfloat16 is the upper half of a float32.
+        return builder.bitcast(builder.shl(builder.zext(stored, words), self._number(words, 16)), wide)
+
+    def _narrowed(self, builder: ir.IRBuilder, wide: Any, elements: Elements) -> Any:
+        """Return float32 as elements, rounded to the nearest: one number, or a vector."""
+        if elements is Elements.FLOAT32:
+            return wide
+        stored, words = self._like(wide, self._types[elements]), self._like(wide, self._word)
+        if elements is Elements.FLOAT16:
+            return builder.fptrunc(wide, stored)
+
+        def all_of(number: int) -> Any:
+            return self._number(words, number)
+
+        bits = builder.bitcast(wide, words)
+        # Half of the last bit that stays is added, a little less where that bit is 0: what lies halfway becomes even.
+        last = builder.and_(builder.lshr(bits, all_of(16)), all_of(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, all_of(0x7FFF)), last), all_of(16))
+        is_number = builder.fcmp_ordered("ord", wide, wide)
+        return builder.trunc(builder.select(is_number, rounded, all_of(0x7FC0)), stored)
+
+    def _vector_of(self, elements: Elements) -> Any:
+        return self._ir.VectorType(self._types[elements], self._lanes)
+
+    def _like(self, value: Any, kind: Any) -> Any:
+        """Return a kind of number, or a vector of as many of them as a value has."""
+        return self._ir.VectorType(kind, value.type.count) if isinstance(value.type, self._ir.VectorType) else kind
+
+    def _number(self, kind: Any, number: int) -> Any:
+        """Return a number as a constant, or a vector of it."""
+        return self._ir.Constant(kind, [number] * kind.count if isinstance(kind, self._ir.VectorType) else number)
+
+    def _bias_of(self, builder: ir.IRBuilder, bias: Any, row: Any, elements: Elements) -> Any:
+        """Return the address of what is added to a row's products; where there is no bias, whose address is 0, that
+        too."""
+        own = self._at(builder, bias, row, self._types[elements])
+        return builder.select(self._is_null(builder, bias), bias, own)
+
+    def _biased(self, builder: ir.IRBuilder, number: Any, bias: Any, elements: Elements) -> Any:
+        """Return a number with the element added that is at an address, where that is not 0."""
+        before = builder.block
+        with builder.if_then(builder.not_(self._is_null(builder, bias))):
+            own = builder.load(bias, typ=self._types[elements])
+            sum_of_both, inside = builder.fadd(number, self._widened(builder, own, elements)), builder.block
+        found = builder.phi(self._float)
+        found.add_incoming(number, before)
+        found.add_incoming(sum_of_both, inside)
+        return found
+
+    def _is_null(self, builder: ir.IRBuilder, address: Any) -> Any:
+        return builder.icmp_unsigned("==", builder.ptrtoint(address, self._index), self._index(0))
 
     def _load(self, builder: ir.IRBuilder, pointer: Any, kind: Any) -> Any:
         """Load a vector that lies anywhere."""

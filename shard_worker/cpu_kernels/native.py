@@ -71,12 +71,16 @@ class NativeFunction:
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
         self._engine.finalize_object()
         self._address = self._engine.get_function_address(name)
+        self._run_alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._address)
         self._run_by_threads = openmp.GOMP_parallel
         self._run_by_threads.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
 
     def run(self, arguments: bytes, threads: int) -> None:
         """Run it on so many threads, all with the same arguments; other Python threads go on beside it."""
-        self._run_by_threads(self._address, arguments, threads, 0)
+        if threads == 1:
+            self._run_alone(arguments)
+        else:
+            self._run_by_threads(self._address, arguments, threads, 0)
 
 
 def _has(feature: str) -> bool:

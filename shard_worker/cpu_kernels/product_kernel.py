@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from shard_worker.cpu_kernels.kernel_writer import BLOCK, KernelWriter
+from shard_worker.cpu_kernels.kernel_writer import BLOCK, Elements, KernelWriter
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -21,22 +20,15 @@ _FEW = (1, 2, 3, 4)
 other, as they lie in memory: they are read faster so than several rows at a time."""
 
 
-class Elements(Enum):
-    """What a matrix is made of."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 def product_module(elements: Elements, lanes: int, name: str) -> ir.Module:
     """Return the module with the kernel, by which each thread multiplies its share of the matrix's rows.
 
-    lanes: how many float32 a vector has; they divide the columns.
+    elements: of the matrix, of the product, and of the bias. lanes: how many float32 a vector has; they divide the
+    columns.
 
-    The kernel's arguments: the addresses of the matrix, of the rows of activations and of the product; how many rows
-    and columns the matrix has, and how many elements lie from one of its rows to the next; and how many rows of
-    activations there are. Activations and the product are float32 without gaps.
+    The kernel's arguments: the addresses of the matrix, of the rows of activations, of the product, and of the bias or
+    0; how many rows and columns the matrix has, and how many elements lie from one of its rows to the next; and how
+    many rows of activations there are. Activations are float32, and have no gaps, nor has the product.
     """
     return ProductWriter(elements, lanes).module(name)
 
@@ -46,24 +38,20 @@ class ProductWriter(KernelWriter):
 
     def __init__(self, elements: Elements, lanes: int) -> None:
         super().__init__(lanes)
-        self._elements = elements
-        self._types = {
-            Elements.FLOAT32: self._float,
-            Elements.BFLOAT16: self._ir.IntType(16),
-            Elements.FLOAT16: self._ir.HalfType(),
-        }
-        self._stored = self._types[elements]
+        self._elements, self._stored = elements, self._types[elements]
 
     def module(self, name: str) -> ir.Module:
         """Return the module, as `product_module` does."""
-        builder, (matrix, activations, product), (rows, columns, stride, count) = self._kernel(name, 3, 4)
+        builder, (matrix, activations, product, bias), others = self._kernel(name, 4, 4)
+        rows, columns, stride, count = others
         widened = builder.alloca(self._float, builder.mul(columns, self._index(_WIDENED_ROWS)))
         widened.align = 64
         block = self._block()
         with self._blocks(builder, rows) as row:
             own = self._at(builder, matrix, builder.mul(row, stride), self._stored)
-            to = self._at(builder, product, row, self._float)
-            builder.call(block, [own, stride, activations, columns, to, rows, count, widened])
+            to = self._at(builder, product, row, self._stored)
+            own_bias = self._bias_of(builder, bias, row, self._elements)
+            builder.call(block, [own, stride, activations, columns, to, rows, own_bias, count, widened])
         builder.ret_void()
         return self._module
 
@@ -71,8 +59,8 @@ class ProductWriter(KernelWriter):
     def _kinds(self) -> list[Any]:
         """The types of a tile's arguments: where its part of the matrix begins and the distance between the rows; where
         the rows of activations begin and how long they are; where the product begins and the distance between its
-        rows."""
-        return [self._pointer, self._index] * 3
+        rows; and where the bias begins."""
+        return [*[self._pointer, self._index] * 3, self._pointer]
 
     def _block(self) -> ir.Function:
         """Return the function that multiplies a block of the matrix by all rows of activations.
@@ -80,34 +68,35 @@ class ProductWriter(KernelWriter):
         Its arguments are those of a tile, how many rows of activations there are, and memory for `_WIDENED_ROWS`.
         """
         function = self._function("block", [*self._kinds, self._index, self._pointer])
-        matrix, stride, activations, columns, product, rows, count, widened = function.args
+        matrix, stride, activations, columns, product, rows, bias, count, widened = function.args
         builder = self._ir.IRBuilder(function.append_basic_block())
 
-        def part_of(above: int) -> tuple[Any, Any]:
-            """Return where the block's rows begin from this one on, and their part of the product."""
+        def part_of(above: int) -> tuple[Any, Any, Any]:
+            """Return where the block's rows begin from this one on, their part of the product, and their bias."""
             own = self._at(builder, matrix, builder.mul(self._index(above), stride), self._stored)
-            return own, self._at(builder, product, self._index(above), self._float)
+            to = self._at(builder, product, self._index(above), self._stored)
+            return own, to, self._bias_of(builder, bias, self._index(above), self._elements)
 
         done = builder.append_basic_block()
         for few in _FEW:
             tile = self._tile(self._elements, few, 1)
             with builder.if_then(builder.icmp_signed("==", count, self._index(few))):
                 for above in range(BLOCK):
-                    own, to = part_of(above)
-                    builder.call(tile, [own, stride, activations, columns, to, rows])
+                    own, to, own_bias = part_of(above)
+                    builder.call(tile, [own, stride, activations, columns, to, rows, own_bias])
                 builder.branch(done)
         widen = self._widen()
         tiles = {width: self._tile(Elements.FLOAT32, width, _WIDENED_ROWS) for width in _WIDTHS}
         for above in range(0, BLOCK, _WIDENED_ROWS):
-            own, to = part_of(above)
+            own, to, own_bias = part_of(above)
             builder.call(widen, [own, stride, widened, columns])
             first = self._index(0)
             for width, tile in tiles.items():
                 end = builder.and_(count, self._index(-width))
                 with self._loop(builder, first, end, width) as row:
                     inputs = self._at(builder, activations, builder.mul(row, columns), self._float)
-                    place = self._at(builder, to, builder.mul(row, rows), self._float)
-                    builder.call(tile, [widened, columns, inputs, columns, place, rows])
+                    place = self._at(builder, to, builder.mul(row, rows), self._stored)
+                    builder.call(tile, [widened, columns, inputs, columns, place, rows, own_bias])
                 first = end
         builder.branch(done)
         builder.position_at_end(done)
@@ -134,7 +123,7 @@ class ProductWriter(KernelWriter):
     def _tile(self, elements: Elements, width: int, height: int) -> ir.Function:
         """Return the function that multiplies `height` rows of elements by `width` rows of activations."""
         function = self._function(f"tile_{elements.name}_{width}", self._kinds)
-        matrix, stride, activations, columns, product, rows = function.args
+        matrix, stride, activations, columns, product, rows, bias = function.args
         builder = self._ir.IRBuilder(function.append_basic_block())
         lines = self._rows_of(builder, matrix, stride, self._types[elements], height)
         inputs = self._rows_of(builder, activations, columns, self._float, width)
@@ -148,9 +137,15 @@ class ProductWriter(KernelWriter):
         for number, total in enumerate(sums):
             above, row = divmod(number, width)
             place = builder.add(builder.mul(rows, self._index(row)), self._index(above))
-            builder.store(self._total(builder, total), self._at(builder, product, place, self._float))
+            own_bias = self._bias_of(builder, bias, self._index(above), self._elements)
+            self._put(builder, self._total(builder, total), product, place, own_bias)
         builder.ret_void()
         return function
+
+    def _put(self, builder: ir.IRBuilder, total: Any, product: Any, place: Any, bias: Any) -> None:
+        """Write a number of the product."""
+        found = self._biased(builder, total, bias, self._elements)
+        builder.store(self._narrowed(builder, found, self._elements), self._at(builder, product, place, self._stored))
 
     def _elements_at(self, builder: ir.IRBuilder, elements: Elements, line: Any, stride: Any, column: Any) -> Any:
         """Return a vector of a row of the matrix as float32, and have rows further below brought into the caches."""
@@ -158,11 +153,4 @@ class ProductWriter(KernelWriter):
         if elements is Elements.FLOAT32:
             return self._load(builder, at, self._vector)
         self._bring(builder, line, column, stride, self._stored)
-        return self._widened_floats(builder, at)
-
-    def _widened_floats(self, builder: ir.IRBuilder, pointer: Any) -> Any:
-        """Return 16-bit floats that lie there as float32."""
-        narrow = self._load(builder, pointer, self._ir.VectorType(self._stored, self._lanes))
-        if self._elements is Elements.FLOAT16:
-            return builder.fpext(narrow, self._vector)
-        return self._widened_bfloat16(builder, narrow)
+        return self._load_floats(builder, at, elements)

@@ -11,15 +11,12 @@ import struct
 
 import torch
 
-from shard_worker.cpu_kernels.kernel_writer import BLOCK
+from shard_worker.cpu_kernels.kernel_writer import BLOCK, ELEMENTS, Elements
 from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes, threads_for
-from shard_worker.cpu_kernels.product_kernel import Elements, product_module
+from shard_worker.cpu_kernels.product_kernel import product_module
 
-_ARGUMENTS = struct.Struct("=7q")
+_ARGUMENTS = struct.Struct("=8q")
 """The kernel's, as `product_module` says."""
-
-DENSE = {torch.bfloat16: Elements.BFLOAT16, torch.float16: Elements.FLOAT16}
-"""What matrices may be made of."""
 
 
 class Product:
@@ -30,14 +27,14 @@ class Product:
     def __init__(self, matrix: torch.Tensor) -> None:
         """matrix: [rows, columns], which `takes` has said yes to, and which is kept. Activations and products are of
         its dtype. For the first matrix of a dtype the kernel is compiled, which takes some tenths of a second."""
-        self._matrix, self._kernel = matrix, _kernel(DENSE[matrix.dtype])
+        self._matrix, self._kernel = matrix, _kernel(ELEMENTS[matrix.dtype])
 
     @staticmethod
     def takes(matrix: torch.Tensor) -> bool:
         """Return whether the kernel takes a matrix."""
         return (
             matrix.device.type == "cpu"
-            and matrix.dtype in DENSE
+            and matrix.dtype in (torch.bfloat16, torch.float16)
             and matrix.stride(1) == 1
             and len(matrix) >= BLOCK
             and is_available()
@@ -49,12 +46,13 @@ class Product:
 
         Summed up in float32, and rounded once.
         """
-        matrix, wide = self._matrix, x.float().contiguous()
-        product = torch.empty(len(wide), len(matrix))
-        addresses = matrix.data_ptr(), wide.data_ptr(), product.data_ptr()
-        arguments = _ARGUMENTS.pack(*addresses, *matrix.shape, matrix.stride(0), len(wide))
+        matrix, wide, count = self._matrix, x.float().contiguous(), x.shape[0]
+        product = torch.empty(count, matrix.shape[0], dtype=matrix.dtype)
+        added = None if bias is None else bias.to(matrix.dtype).contiguous()
+        addresses = matrix.data_ptr(), wide.data_ptr(), product.data_ptr(), 0 if added is None else added.data_ptr()
+        arguments = _ARGUMENTS.pack(*addresses, *matrix.shape, matrix.stride(0), count)
         self._kernel.run(arguments, threads_for(matrix.numel()))
-        return (product if bias is None else product.add_(bias)).to(matrix.dtype)
+        return product
 
 
 @functools.cache

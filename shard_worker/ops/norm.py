@@ -7,6 +7,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from shard_worker.cpu_kernels import norm as cpu_norm
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `x * rsqrt(mean(x², last axis) + eps) * weight` (arXiv 1910.07467), computed in float32, in x's dtype.
@@ -14,6 +16,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x: [..., d]. weight: float32, broadcast against the last axes of x, so that one call may serve several heads with
     weights of their own.
     """
+    if cpu_norm.takes(x, weight):
+        return cpu_norm.rms_norm(x, weight, eps)
     wide = x.float()
     if wide.device.type == "cpu":
         # Torch's own function is made of twice as many operators there, which take longer than what they compute.

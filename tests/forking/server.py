@@ -158,9 +158,13 @@ def compile_kernels() -> None:
     """Compile what most workers on a CPU like this one would: that takes each some tenths of a second."""
     import torch
 
-    from shard_worker.cpu_kernels import native, products
+    from shard_worker.cpu_kernels import native, norm, products
 
-    if native.is_available() and not native.multiplies(torch.bfloat16):
+    if not native.is_available():
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        norm.rms_norm(torch.zeros(1, 64, dtype=dtype), torch.ones(64), 1.0)
+    if not native.multiplies(torch.bfloat16):
         products.Product(torch.zeros(8, 64, dtype=torch.bfloat16))
 
 

@@ -132,6 +132,18 @@ def test_the_kernel_takes_small_groups(make: Make, cpu_form: type[Weight]) -> No
         assert torch.equal(weight.matmul(x[-1:], None, 16), weight.matmul(x, None, 16)[-1:])
 
 
+@pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
+@pytest.mark.parametrize("own", [True, False], ids=["16 bits", "no 16 bits"])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_which_codes_the_kernel_takes(own: bool, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 8 bits wherever a CPU multiplies whole numbers by twos; of 4 bits where torch has nothing as fast."""
+    monkeypatch.setattr(native, "multiplies", lambda dtype: own)
+    monkeypatch.setattr(native, "multiplies_pairs", lambda: pairs)
+    assert CpuCodesWeight.takes(int8(48, 256, torch.bfloat16)) is (pairs or not own)
+    assert CpuCodesWeight.takes(groups_of_16(48, 256, torch.bfloat16)) is (pairs or not own)
+    assert CpuCodesWeight.takes(around_8(48, 256, torch.bfloat16)) is not own
+
+
 @pytest.mark.parametrize(
     "packed",
     [
