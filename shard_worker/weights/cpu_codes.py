@@ -45,8 +45,11 @@ class CpuCodesWeight(Weight):
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
-        """Return whether a packed matrix can be held so, and this CPU has nothing faster: of 4 bits torch has a product
-        that is as fast where it multiplies 16-bit floats, of 8 bits it is two of those."""
+        """Return whether a packed matrix can be held so, and this CPU has nothing faster.
+
+        Where it multiplies 16-bit floats, torch's product of 4 bits is as fast, and one of 8 bits is two of those; what
+        torch has no product of is unpacked there, which a block of a draft's rows is multiplied faster by.
+        """
         return (
             packed.device.type == "cpu"
             and packed.dtype is torch.bfloat16
@@ -56,7 +59,7 @@ class CpuCodesWeight(Weight):
             and CodesProduct.takes(packed.rows, packed.columns, packed.unsigned_bits, _group(packed))
             and (
                 multiplied_dtype(packed.dtype, packed.device) is not packed.dtype
-                or (packed.unsigned_bits == 8 and native.multiplies_pairs())
+                or (packed.unsigned_bits == 8 and group_of(packed) > 0 and native.multiplies_pairs())
             )
         )
 

@@ -136,12 +136,12 @@ def test_the_kernel_takes_small_groups(make: Make, cpu_form: type[Weight]) -> No
 @pytest.mark.parametrize("own", [True, False], ids=["16 bits", "no 16 bits"])
 @pytest.mark.parametrize("pairs", [True, False])
 def test_which_codes_the_kernel_takes(own: bool, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 8 bits wherever a CPU multiplies whole numbers by twos; of 4 bits where torch has nothing as fast."""
+    """Those of 8 bits wherever a CPU multiplies whole numbers by twos; others where torch has nothing as fast."""
     monkeypatch.setattr(native, "multiplies", lambda dtype: own)
     monkeypatch.setattr(native, "multiplies_pairs", lambda: pairs)
     assert CpuCodesWeight.takes(int8(48, 256, torch.bfloat16)) is (pairs or not own)
-    assert CpuCodesWeight.takes(groups_of_16(48, 256, torch.bfloat16)) is (pairs or not own)
-    assert CpuCodesWeight.takes(around_8(48, 256, torch.bfloat16)) is not own
+    for make in (groups_of_16, around_8):
+        assert CpuCodesWeight.takes(make(48, 256, torch.bfloat16)) is not own
 
 
 @pytest.mark.parametrize(
