@@ -97,10 +97,12 @@ def run(
             _, made = linear(mixed, weights.mixer.out, bias=bias, norm=weights.mixer_output_norm, eps=layers.eps)
             assert isinstance(made, Normed)
             if weights.per_layer is None:
-                hidden, normed = _normed_feed_forward(layers, index, made, hidden, norms[index], firsts[index])
+                hidden, normed = _normed_feed_forward(
+                    layers, index, made, hidden, norms[index], firsts[index], places[weights.kind]
+                )
             else:
                 assert own is not None
-                hidden, _ = _normed_feed_forward(layers, index, made, hidden, None, None)
+                hidden, _ = _normed_feed_forward(layers, index, made, hidden, None, None, places[weights.kind])
                 hidden, normed = _enter(layers, index, hidden, own[index], norms[index], firsts[index])
             if index in capture:
                 captured.append(hidden)
@@ -118,7 +120,9 @@ def run(
         )
         assert isinstance(normed, Normed)
         if isinstance(mlp, ExpertsWeights):
-            hidden, normed = experts.run(mlp, normed, hidden, norms[index], layers.eps, firsts[index])
+            hidden, normed = experts.run(
+                mlp, normed, hidden, norms[index], layers.eps, firsts[index], places=places[weights.kind]
+            )
             if index in capture:
                 captured.append(hidden)
             continue
@@ -144,10 +148,16 @@ def _gated(mlp: MlpWeights, normed: Normed) -> torch.Tensor | Normed | Summed:
 
 
 def _normed_feed_forward(
-    layers: Layers, index: int, made: Normed, hidden: torch.Tensor, then: torch.Tensor | None, first: Weight | None
+    layers: Layers,
+    index: int,
+    made: Normed,
+    hidden: torch.Tensor,
+    then: torch.Tensor | None,
+    first: Weight | None,
+    places: Places,
 ) -> tuple[torch.Tensor, Normed | None]:
     """Add what a mixer made of rows, and what the part behind it makes, each with a norm of its own. then: the weight
-    of the norm behind the layer. first: what the rows are multiplied by behind that."""
+    of the norm behind the layer. first: what the rows are multiplied by behind that. places: where the rows stand."""
     weights, eps = layers.weights[index], layers.eps
     mlp, behind = weights.mlp, weights.mlp_output_norm
     # What the layer makes is scaled at its very end.
@@ -156,7 +166,9 @@ def _normed_feed_forward(
         norms, readers = (weights.post_norm, mlp.experts_norm), (mlp.dense.gate_up, experts.reads(mlp.experts))
         hidden, normed, beside = add_normed_for_two(made, hidden, norms, eps, then=readers)
         _, dense = linear(_gated(mlp.dense, normed), mlp.dense.down, norm=mlp.dense_output_norm, eps=mlp.eps)
-        _, mixed = experts.run(mlp.experts, beside, None, mlp.experts_output_norm, mlp.eps, None, routed=hidden)
+        _, mixed = experts.run(
+            mlp.experts, beside, None, mlp.experts_output_norm, mlp.eps, None, routed=hidden, places=places
+        )
         assert isinstance(dense, Normed)
         assert mixed is not None
         assert behind is not None

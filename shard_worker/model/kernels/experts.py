@@ -43,6 +43,7 @@ from shard_worker.model.kernels.matmul import (
     with_factors,
 )
 from shard_worker.model.kernels.product_cuts import Config
+from shard_worker.model.kernels.step_parameters import ROWS, Places
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights
 from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import Weight
@@ -73,8 +74,9 @@ _WIDTH_MULTIPLE = 32
 
 
 @triton.jit
-def _place(chosen, order, tiles, ps, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _place(chosen, order, tiles, ps, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Store where pairs ps [BLOCK], which are all, stand sorted by expert, and a tile for each expert that has some.
+    Those of unused rows, whose expert is EXPERTS, come last and have none.
 
     chosen: the expert of each pair. order: the pair at each place. tiles: [BLOCK, 4], as of `Routed`: each begins at
     the place of its number.
@@ -91,15 +93,15 @@ def _place(chosen, order, tiles, ps, pairs, BLOCK: tl.constexpr, CHUNK: tl.const
     inside = ps < pairs
     tl.store(order + first + rank, ps, mask=inside)
     at = tiles + (first + rank) * 4
-    tl.store(at, tl.where(rank == 0, own, -1), mask=inside)
+    tl.store(at, tl.where((rank == 0) & (own < EXPERTS), own, -1), mask=inside)
     tl.store(at + 1, first, mask=inside & (rank == 0))
     tl.store(at + 2, count, mask=inside & (rank == 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    x, router, bias, choice_bias, scales, squares, factors, partial, arrived, chosen, shares, taken, order, tiles, rows,
-    hidden, eps,
+    x, router, bias, choice_bias, scales, squares, factors, sessions, numbers, partial, arrived, chosen, shares, taken,
+    order, tiles, rows, hidden, eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     SCORED: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
     TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, SIGMOID: tl.constexpr, CAP: tl.constexpr,
@@ -110,6 +112,8 @@ def _route(
 
     bias: float32 [EXPERTS], of the scores; None for none. choice_bias: the same, of what experts are chosen by alone.
     scales: float32 [EXPERTS], what each one's shares are multiplied by; None for nothing.
+    sessions, numbers: as the sessions and lines of `Places`, which say what rows are unused; None where none are, and
+    sessions for one session too.
     SCORES: rows of the router, the shared expert's gate among them where it is GATED; ALL, PADDED: theirs and CHOSEN,
     rounded up. TOGETHER: rows that are chosen for at a time. SIGMOID: shares are each score's own, and not of a
     softmax. CAP: what scores are capped at, 0 for nothing. SCALE: what shares are multiplied by. PAIRS: as many as the
@@ -138,25 +142,27 @@ def _route(
         for start in range(0, tl.minimum(rows - tile * HEIGHT, HEIGHT), TOGETHER):
             some = start + tl.arange(0, TOGETHER)
             _choose(
-                bias, choice_bias, scales, squares, factors, partial + tile * PARTS * HEIGHT * ALL, chosen, shares,
-                taken, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED, PARTS, HEIGHT,
-                TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
+                bias, choice_bias, scales, squares, factors, sessions, numbers, partial + tile * PARTS * HEIGHT * ALL,
+                chosen, shares, taken, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED,
+                PARTS, HEIGHT, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
             )  # fmt: skip
         if PAIRS > 0:
             # What other threads chose is read.
             tl.debug_barrier()
-            _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK)
+            _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, EXPERTS, PAIRS, CHUNK)
 
 
 @triton.jit
 def _choose(
-    bias, choice_bias, scales, squares, factors, partial, chosen, shares, taken, first, some, rows, hidden, eps,
+    bias, choice_bias, scales, squares, factors, sessions, numbers, partial, chosen, shares, taken, first, some, rows,
+    hidden, eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     PARTS: tl.constexpr, HEIGHT: tl.constexpr, TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sum up the scores of some rows [TOGETHER] of a tile, and choose their experts. first: the tile's first row.
-    factors: float32 [rows], of the norm that is due on the rows; they are computed here where NORMED is not 0.
+    factors: float32 [rows], of the norm that is due on the rows; they are computed here where NORMED is not 0. Unused
+    rows choose the expert EXPERTS, which there is not: what they would have, only they would read.
     """
     ms = first + some
     present = (ms < rows)[:, None]
@@ -210,25 +216,31 @@ def _choose(
         kept *= SCALE
     if scales is not None:
         kept *= tl.load(scales + found)
+    if sessions is not None:
+        used = tl.load(sessions + ms, mask=ms < rows, other=-1) >= 0
+        found = tl.where(used[:, None], found, EXPERTS)
+    elif numbers is not None:
+        found = tl.where((ms < tl.load(numbers + ROWS))[:, None], found, EXPERTS)
     at, is_pair = ms[:, None] * CHOSEN + js, present & (js < CHOSEN)
     tl.store(chosen + at, found, mask=is_pair)
     tl.store(shares + at, kept, mask=is_pair)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(chosen, counts, pairs, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _count(chosen, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Count how many of BLOCK pairs go to each expert. counts: int32 [blocks, BINS]."""
     block = tl.program_id(0)
     ps = block * BLOCK + tl.arange(0, BLOCK)
-    inside = ps < pairs
-    found = tl.histogram(tl.load(chosen + ps, mask=inside, other=0), BINS, mask=inside)
+    own = tl.load(chosen + ps, mask=ps < pairs, other=EXPERTS)
+    has_expert = own < EXPERTS
+    found = tl.histogram(tl.where(has_expert, own, 0), BINS, mask=has_expert)
     tl.store(counts + block * BINS + tl.arange(0, BINS), found)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _sort(
     chosen, counts, order, tiles, pairs,
-    BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Store where BLOCK pairs stand among all, sorted by expert, and the tiles that begin with one of them.
 
@@ -244,8 +256,9 @@ def _sort(
         total += tl.sum(some, 0)
         before += tl.sum(tl.where(others < block, some, 0), 0)
     places = block * BLOCK + ps
-    inside = places < pairs
-    own = tl.load(chosen + places, mask=inside, other=0)
+    own = tl.load(chosen + places, mask=places < pairs, other=EXPERTS)
+    inside = own < EXPERTS
+    own = tl.where(inside, own, 0)
     same = own[:, None] == tl.load(chosen + places, mask=inside, other=BINS)[None, :]
     rank = tl.gather(before, own, 0) + tl.sum((same & (ps[None, :] < ps[:, None])).to(tl.int32), 1)
     first, count = tl.gather(tl.cumsum(total, 0) - total, own, 0), tl.gather(total, own, 0)
@@ -456,12 +469,14 @@ def run(
     then: Weight | None,
     *,
     routed: torch.Tensor | None = None,
+    places: Places | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
     """Return the residual [n, hidden] plus what a mixture makes of the rows, and these on their way into what follows.
 
     normed: the rows, as they come to the mixture. residual: None for nothing. norm, eps: of the norm that follows.
     then: what the rows are multiplied by behind it, where that is known: they are given with the sums that it wants.
     routed: what the router takes of the rows, which the same factors are due on; None for what comes to the mixture.
+    places: where the rows stand, of which some may be unused: nothing is made of those; None where all are used.
     """
     together = weights.together
     assert together is not None
@@ -481,7 +496,7 @@ def run(
             normed, weights.shared.gate_up, paired=True, gelu=together.gelu, then=weights.shared.down
         )
         shared, _ = linear(inner if summed is None else summed, weights.shared.down)
-    normed, placed = route(weights, normed, x if routed is None else routed, together.scores, height)
+    normed, placed = route(weights, normed, x if routed is None else routed, together.scores, height, places)
 
     forms = forms_of(together)
     cuts = [
@@ -501,13 +516,18 @@ def run(
 
 
 def route(
-    weights: ExpertsWeights, normed: Normed, seen: torch.Tensor, scores: torch.Tensor, height: int
+    weights: ExpertsWeights,
+    normed: Normed,
+    seen: torch.Tensor,
+    scores: torch.Tensor,
+    height: int,
+    places: Places | None = None,
 ) -> tuple[Normed, Routed]:
     """Choose the experts of rows, and sort the pairs of a row and an expert into tiles of up to so many. Return the
     rows with their norm's factors too.
 
     normed: the rows [n, hidden]. seen: what the router takes of them, which the same factors are due on. scores: as of
-    `ExpertsTogether`.
+    `ExpertsTogether`. places: as of `run`.
     """
     experts, chosen_count = weights.router.rows, weights.chosen
     (rows, hidden), device = seen.shape, seen.device
@@ -530,8 +550,10 @@ def route(
     row_tiles = triton.cdiv(rows, _ROWS)
     factors = empty(rows) if normed.factors is None else normed.factors
     sigmoid = weights.sigmoid
+    sessions, lines = (None, None) if places is None or rows == 1 else (places.sessions, places.lines)
     _route[(triton.cdiv(len(scores), _SCORED), parts, row_tiles)](
         seen, scores, weights.router_bias, weights.choice_bias, weights.scales, normed.squares, factors,
+        sessions, lines,
         empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken, order, tiles, rows, hidden,
         normed.eps,
         EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
@@ -546,10 +568,10 @@ def route(
     if not one_tile:
         blocks, bins = triton.cdiv(pairs, _PLACED), triton.next_power_of_2(experts)
         counts = empty(blocks, bins, dtype=torch.int32)
-        _count[(blocks,)](chosen, counts, pairs, BLOCK=_PLACED, BINS=bins, num_warps=4)
+        _count[(blocks,)](chosen, counts, pairs, EXPERTS=experts, BLOCK=_PLACED, BINS=bins, num_warps=4)
         _sort[(blocks,)](
-            chosen, counts, order, tiles, pairs, BLOCK=_PLACED, BINS=bins, BLOCKS=max(1, _COUNTS // bins),
-            HEIGHT=height, num_warps=4,
+            chosen, counts, order, tiles, pairs, EXPERTS=experts, BLOCK=_PLACED, BINS=bins,
+            BLOCKS=max(1, _COUNTS // bins), HEIGHT=height, num_warps=4,
         )  # fmt: skip
     routed = Routed(chosen, shares, taken, order, tiles, alone=rows <= height, mixed=one_tile)
     return replace(normed, factors=factors), routed
@@ -559,11 +581,12 @@ def route(
 class Routed:
     """The pairs of a row and one of its experts, in tiles of one expert's rows each.
 
-    experts: int32 [rows * chosen], of each pair. shares: float32 [rows * chosen], as the router chose. taken: float32
-    [rows], how much of the shared expert each row takes. order: int32 [rows * chosen], the pair at each place, sorted
-    by expert. tiles: int32 [n, 4], each one's expert, -1 for none, its first place and its rows; of a row alone nothing
-    stands in either, as each of its pairs is a tile. alone: no expert has more than one tile. mixed: the program with
-    which a row's last expert is done adds all of them up, which needs that.
+    experts: int32 [rows * chosen], of each pair; one that there is not for pairs of unused rows, which no tile has.
+    shares: float32 [rows * chosen], as the router chose. taken: float32 [rows], how much of the shared expert each row
+    takes. order: int32 [rows * chosen], the pair at each place, sorted by expert. tiles: int32 [n, 4], each one's
+    expert, -1 for none, its first place and its rows; of a row alone nothing stands in either, as each pair is then a
+    tile. alone: no expert has more than one tile. mixed: the program with which a row's last expert is done adds all of
+    them up, which needs that.
     """
 
     experts: torch.Tensor

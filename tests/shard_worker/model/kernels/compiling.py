@@ -489,6 +489,7 @@ class Recorder:
         experts, instead of these three."""
         from shard_worker.model.kernels import experts
         from shard_worker.model.kernels.matmul import begin
+        from shard_worker.model.kernels.step_parameters import FIRST_PAGE, Places
 
         self._case, self._launches = EXPERTS, []
         clamped = ClampedSwiGlu(7.0, 1.702)
@@ -514,7 +515,10 @@ class Recorder:
             for count in rows:
                 x = torch.zeros(count, len(norm), dtype=torch.bfloat16)
                 residual, routed = (x, None) if weights.scales is None else (None, x)
-                experts.run(weights, begin(x, norm, 1e-6), residual, norm, 1e-6, None, routed=routed)
+                rows_of_step = torch.zeros(count, dtype=torch.int64)
+                places = Places(torch.zeros(count, FIRST_PAGE.value, dtype=torch.int64), rows_of_step, rows_of_step)
+                normed = begin(x, norm, 1e-6)
+                experts.run(weights, normed, residual, norm, 1e-6, None, routed=routed, places=places)
         return [launch for launch in self._launches if launch.name.startswith("experts.")]
 
     def record_walks(self, architectures: Sequence[str]) -> list[Launch]:

@@ -220,6 +220,43 @@ def test_a_mixture_is_the_dense_one(rows: int, dtype: torch.dtype) -> None:
     check(weights, rows_of(weights, rows, dtype))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("alone", [False, True], ids=["sessions", "a session"])
+@pytest.mark.parametrize(("used", "rows"), [(0, 3), (2, 3), (3, 3), (5, 40), (29, 40)])
+def test_unused_rows_have_no_experts(used: int, rows: int, alone: bool) -> None:
+    """Whatever stands in them, no expert is read for them, and the other rows have the same bits."""
+    from shard_worker.model.kernels import experts
+    from shard_worker.model.kernels.matmul import arrivals, begin
+    from shard_worker.model.kernels.step_parameters import FIRST_PAGE, Places
+
+    weights = mixture()
+    norm, together, x = norm_of(weights), weights.together, rows_of(weights, rows)
+    assert together is not None
+    lines = torch.zeros(rows, FIRST_PAGE.value, dtype=torch.int64, device=WHERE)
+    sessions = torch.full((rows,), -1, dtype=torch.int64, device=WHERE)
+    lines[0, 1] = used
+    sessions[:used] = torch.arange(used)
+    places = Places(lines) if alone else Places(lines, sessions, torch.zeros_like(sessions))
+
+    def mixed(seen: torch.Tensor, where: Places | None) -> torch.Tensor:
+        out, _ = experts.run(weights, begin(seen, norm, EPS), seen, norm, EPS, None, places=where)
+        return out[:used]
+
+    odd = x.clone()
+    odd[used:] = float("nan")
+    plain, found = mixed(x, None), mixed(odd, places)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0 if ON_GPU else 1e-3)
+    assert not arrivals(WHERE).any()
+    scores = together.scores * norm
+    _, everything = experts.route(weights, begin(x, norm, EPS), x, scores, 16)
+    _, routed = experts.route(weights, begin(odd, norm, EPS), odd, scores, 16, places)
+    own = everything.experts.view(rows, -1)[:used]
+    assert torch.equal(routed.experts.view(rows, -1)[:used], own)
+    assert set(routed.tiles[:, 0].tolist()) - {-1} == set(own.flatten().tolist())
+    begun = routed.tiles[routed.tiles[:, 0] >= 0]
+    assert begun[:, 2].sum() == own.numel()
+
+
 @pytest.mark.parametrize("rows", [2, 17])
 def test_a_shared_expert_and_shares_as_they_are(rows: int) -> None:
     """The shared expert has another size; shares do not sum up to 1."""
