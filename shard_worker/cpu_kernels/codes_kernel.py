@@ -40,7 +40,7 @@ _WIDTHS = (4, 2, 1)
 _CACHE_LINE = 64
 """How many bytes are brought into the caches at a time."""
 
-_EXPONENT, _SHARE_OF_FLOAT = 7, 16
+_BEFORE_EXPONENT, _BEFORE_UPPER_HALF = 7, 16
 """How many bits of a bfloat16 come before its exponent, and how many bits of a float32 before its upper half."""
 
 _LARGEST_POWER, _INFINITE = 141, 255
@@ -59,9 +59,9 @@ def step_of(bits: int, run: int) -> int:
 
 
 def rounded_row(columns: int, groups: int) -> int:
-    """Return how many bytes a row of rounded activations takes: whole numbers of 16 bits, what a one stands for in each
-    span, and the sum of each group of columns."""
-    return 2 * columns + 4 * (-(-columns // SPAN) + groups)
+    """Return how many bytes a row of rounded activations takes: whole numbers of 16 bits, the sum of each group of
+    columns, and what a one stands for in each span."""
+    return 2 * columns + 4 * (groups + -(-columns // SPAN))
 
 
 def rounding_module(bits: int, run: int, name: str) -> ir.Module:
@@ -71,7 +71,7 @@ def rounding_module(bits: int, run: int, name: str) -> ir.Module:
 
     The kernel's arguments: the addresses of the activations, bfloat16 without gaps, and of the rounded rows, each as
     `rounded_row` says; how many columns a row has, how many groups, and the logarithm to the base 2 of a group's
-    columns; and how many rows there are.
+    columns; how many bytes a rounded row takes; and how many rows there are.
     """
     return _CodesWriter(bits, run).rounding(name)
 
@@ -85,9 +85,9 @@ def codes_module(bits: int, run: int, name: str) -> ir.Module:
 
     The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the rounded rows of activations,
     of the product, and of the bias or 0; how many rows and columns the matrix has, how many bytes lie from one of its
-    rows to the next, and how many groups a row has; the logarithm to the base 2 of a group's columns; and how many rows
-    of activations there are. Scales and offsets are pairs of bfloat16. The product and the bias are bfloat16 without
-    gaps.
+    rows to the next, and how many groups a row has; the logarithm to the base 2 of a group's columns; how many bytes a
+    rounded row takes; and how many rows of activations there are. Scales and offsets are pairs of bfloat16. The product
+    and the bias are bfloat16 without gaps.
     """
     return _CodesWriter(bits, run).product(name)
 
@@ -106,13 +106,12 @@ class _CodesWriter(KernelWriter):
     # --- rounding
     def rounding(self, name: str) -> ir.Module:
         """Return the module, as `rounding_module` does."""
-        builder, (activations, rounded), (columns, groups, shift, count) = self._kernel(name, 2, 4)
+        builder, (activations, rounded), (columns, groups, shift, length, count) = self._kernel(name, 2, 5)
         thread, threads = self._threads(builder)
-        length = self._rounded_length(builder, columns, groups)
         with self._loop(builder, thread, count, threads) as row:
             own = self._at(builder, activations, builder.mul(row, columns), self._half)
             numbers = self._at(builder, rounded, builder.mul(row, length), self._byte)
-            ones, sums = self._behind(builder, numbers, columns)
+            sums, ones = self._behind(builder, numbers, columns, groups)
             with self._loop(builder, self._index(0), groups, 1) as group:
                 builder.store(self._float(0.0), self._at(builder, sums, group, self._float)).align = 2
             with self._loop(builder, self._index(0), columns, SPAN) as first:
@@ -139,7 +138,7 @@ class _CodesWriter(KernelWriter):
     def _power(self, builder: ir.IRBuilder, largest: Any) -> tuple[Any, Any]:
         """Return the power of two by which activations are multiplied whose largest one is this, and what a one stands
         for then, which is no number where an activation is infinite or none."""
-        exponent = builder.lshr(builder.zext(largest, self._word), self._word(_EXPONENT))
+        exponent = builder.lshr(builder.zext(largest, self._word), self._word(_BEFORE_EXPONENT))
         # Both powers are normal numbers.
         least = self._word(_LARGEST_POWER - 126)
         held = builder.select(builder.icmp_unsigned("<", exponent, least), least, exponent)
@@ -207,24 +206,16 @@ class _CodesWriter(KernelWriter):
         both = self._ir.Constant(self._ir.VectorType(self._word, 2 * one.type.count), list(range(2 * one.type.count)))
         return builder.shuffle_vector(one, other, both)
 
-    def _rounded_length(self, builder: ir.IRBuilder, columns: Any, groups: Any) -> Any:
-        """Return how many bytes a rounded row takes, as `rounded_row` does."""
-        spans = builder.sdiv(builder.add(columns, self._index(SPAN - 1)), self._index(SPAN))
-        return builder.add(
-            builder.mul(columns, self._index(2)), builder.mul(builder.add(spans, groups), self._index(4))
-        )
-
-    def _behind(self, builder: ir.IRBuilder, numbers: Any, columns: Any) -> tuple[Any, Any]:
-        """Return where of a rounded row lies what ones stand for, and where the sums of groups."""
-        ones = self._at(builder, numbers, columns, self._half)
-        spans = builder.sdiv(builder.add(columns, self._index(SPAN - 1)), self._index(SPAN))
-        return ones, self._at(builder, ones, spans, self._float)
+    def _behind(self, builder: ir.IRBuilder, numbers: Any, columns: Any, groups: Any) -> tuple[Any, Any]:
+        """Return where of a rounded row the sums of groups lie, and where what ones stand for."""
+        sums = self._at(builder, numbers, columns, self._half)
+        return sums, self._at(builder, sums, groups, self._float)
 
     # --- the product
     def product(self, name: str) -> ir.Module:
         """Return the module, as `codes_module` does."""
-        builder, (matrix, numbers, activations, product, bias), others = self._kernel(name, 5, 6)
-        rows, columns, stride, groups, shift, count = others
+        builder, (matrix, numbers, activations, product, bias), others = self._kernel(name, 5, 7)
+        rows, columns, stride, groups, shift, length, count = others
         widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
         widened.align = 64
         block = self._block()
@@ -233,8 +224,8 @@ class _CodesWriter(KernelWriter):
             of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
             to = self._at(builder, product, row, self._half)
             own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
-            arguments = [own, stride, of_own, groups, shift, activations, columns, to, rows, own_bias, count, widened]
-            builder.call(block, arguments)
+            part = [own, stride, of_own, groups, shift, activations, length, columns, to, rows, own_bias]
+            builder.call(block, [*part, count, widened])
         builder.ret_void()
         return self._module
 
@@ -242,10 +233,10 @@ class _CodesWriter(KernelWriter):
     def _kinds(self) -> list[Any]:
         """The types of a tile's arguments: where its part of the matrix begins and the distance between the rows; where
         its scales and offsets begin, how many a row has, and the logarithm of the columns that have one; where rounded
-        rows begin and how many columns they have; where the product begins and the distance between its rows; and where
-        the bias begins."""
+        rows begin, how many bytes they take and how many columns they have; where the product begins and the distance
+        between its rows; and where the bias begins."""
         pointer, index = self._pointer, self._index
-        return [pointer, index, pointer, index, index, pointer, index, pointer, index, pointer]
+        return [pointer, index, pointer, index, index, pointer, index, index, pointer, index, pointer]
 
     def _block(self) -> ir.Function:
         """Return the function that multiplies a block of the matrix by all rows of activations.
@@ -253,10 +244,9 @@ class _CodesWriter(KernelWriter):
         Its arguments are those of a tile, how many rows of activations there are, and memory for `_height` rows.
         """
         function = self._function("block", [*self._kinds, self._index, self._pointer])
-        matrix, stride, numbers, groups, shift, activations, columns, product, rows, *others = function.args
-        bias, count, widened = others
+        matrix, stride, numbers, groups, shift, activations, length, columns, *others = function.args
+        product, rows, bias, count, widened = others
         builder = self._ir.IRBuilder(function.append_basic_block())
-        length = self._rounded_length(builder, columns, groups)
 
         def part_of(above: int) -> tuple[Any, Any, Any, Any]:
             """Return where the block's rows begin from this one on, their scales, their part of the product, and their
@@ -272,8 +262,9 @@ class _CodesWriter(KernelWriter):
             tile = self._tile(few, 1, widened=False)
             with builder.if_then(builder.icmp_signed("==", count, self._index(few))):
                 for above in range(BLOCK):
-                    own, of_own, *to = part_of(above)
-                    builder.call(tile, [own, stride, of_own, groups, shift, activations, columns, to[0], rows, to[1]])
+                    own, of_own, to, own_bias = part_of(above)
+                    part = [own, stride, of_own, groups, shift, activations, length, columns, to, rows, own_bias]
+                    builder.call(tile, part)
                 builder.branch(done)
         widen, tiles = self._widen(), {width: self._tile(width, self._height, widened=True) for width in _WIDTHS}
         for above in range(0, BLOCK, self._height):
@@ -285,7 +276,7 @@ class _CodesWriter(KernelWriter):
                 with self._loop(builder, first, end, width) as row:
                     rounded = self._at(builder, activations, builder.mul(row, length), self._byte)
                     place = self._at(builder, to, builder.mul(row, rows), self._half)
-                    part = [widened, columns, of_own, groups, shift, rounded, columns, place, rows, own_bias]
+                    part = [widened, columns, of_own, groups, shift, rounded, length, columns, place, rows, own_bias]
                     builder.call(tile, part)
                 first = end
         builder.branch(done)
@@ -317,12 +308,12 @@ class _CodesWriter(KernelWriter):
         widened: whether `_widen` has written them.
         """
         function = self._function(f"tile_{width}{'_widened' if widened else ''}", self._kinds)
-        matrix, stride, numbers, groups, shift, activations, columns, product, rows, bias = function.args
+        matrix, stride, numbers, groups, shift, activations, length, columns, product, rows, bias = function.args
         builder = self._ir.IRBuilder(function.append_basic_block())
         lines = self._rows_of(builder, matrix, stride, self._half if widened else self._byte, height)
         scales = self._rows_of(builder, numbers, groups, self._word, height)
-        inputs = self._rows_of(builder, activations, self._rounded_length(builder, columns, groups), self._byte, width)
-        ones, of_groups = zip(*(self._behind(builder, row, columns) for row in inputs), strict=True)
+        inputs = self._rows_of(builder, activations, length, self._byte, width)
+        of_groups, ones = zip(*(self._behind(builder, row, columns, groups) for row in inputs), strict=True)
         zeros = [self._all_floats(0.0)] * (height * width)
         begun = self._offsets(builder, scales, of_groups, groups)
         with self._sums(builder, self._index(0), columns, SPAN, begun) as (first, totals):
@@ -405,7 +396,7 @@ class _CodesWriter(KernelWriter):
             totals = [builder.bitcast(loaded(own, self._float), self._vector) for own in sums]
             for above, own in enumerate(numbers):
                 pairs = loaded(own, self._word)
-                scale = builder.bitcast(builder.shl(pairs, self._all(_SHARE_OF_FLOAT)), self._vector)
+                scale = builder.bitcast(builder.shl(pairs, self._all(_BEFORE_UPPER_HALF)), self._vector)
                 offset = builder.bitcast(builder.and_(pairs, upper), self._vector)
                 lowest = builder.call(self._multiply_add, [scale, back, offset])
                 for row, total in enumerate(totals):
@@ -461,7 +452,7 @@ class _CodesWriter(KernelWriter):
             other = scale_at(builder.add(column, self._index(self._run)))
             order = list(range(_LANES // 2)) + list(range(_LANES + _LANES // 2, 2 * _LANES))
             words = builder.shuffle_vector(words, other, self._ir.Constant(self._words, order))
-        return builder.bitcast(builder.shl(words, self._all(_SHARE_OF_FLOAT)), self._vector)
+        return builder.bitcast(builder.shl(words, self._all(_BEFORE_UPPER_HALF)), self._vector)
 
     def _unpacked(self, builder: ir.IRBuilder, line: Any, column: Any, stride: Any) -> list[Any]:
         """Return a step's codes of a row as whole numbers of 16 bits, a vector for each `_PAIRS` columns.

@@ -16,7 +16,7 @@ from shard_worker.cpu_kernels.codes_kernel import LARGEST_RUN, codes_module, rou
 from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import NativeFunction, is_available, threads_for
 
-_ROUNDING, _PRODUCT = struct.Struct("=6q"), struct.Struct("=11q")
+_ROUNDING, _PRODUCT = struct.Struct("=7q"), struct.Struct("=12q")
 """The kernels' arguments, as `rounding_module` and `codes_module` say."""
 
 
@@ -45,14 +45,17 @@ class CodesProduct:
         """Return x [n, columns], bfloat16, times the transposed matrix, plus bias [rows]: [n, rows]."""
         (rows, groups, _), columns, count = self._numbers.shape, self._columns, x.shape[0]
         x, shift = x.contiguous(), (columns // groups).bit_length() - 1
-        rounded = torch.empty(count, rounded_row(columns, groups), dtype=torch.uint8)
-        arguments = _ROUNDING.pack(x.data_ptr(), rounded.data_ptr(), columns, groups, shift, count)
+        length = rounded_row(columns, groups)
+        rounded = torch.empty(count, length, dtype=torch.uint8)
+        arguments = _ROUNDING.pack(x.data_ptr(), rounded.data_ptr(), columns, groups, shift, length, count)
         self._round.run(arguments, threads_for(x.numel()))
         product = torch.empty(count, rows, dtype=torch.bfloat16)
         addresses = (tensor.data_ptr() for tensor in (self._codes, self._numbers, rounded, product))
         added = None if bias is None else bias.to(torch.bfloat16).contiguous()
         of_bias = 0 if added is None else added.data_ptr()
-        arguments = _PRODUCT.pack(*addresses, of_bias, rows, columns, self._codes.shape[1], groups, shift, count)
+        arguments = _PRODUCT.pack(
+            *addresses, of_bias, rows, columns, self._codes.shape[1], groups, shift, length, count
+        )
         self._multiply.run(arguments, threads_for(rows * columns))
         return product
 

@@ -26,7 +26,7 @@ def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.double()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("shape", "per_head"), [((1, 16), False), ((7, 64), False), ((5, 3, 32), False), ((5, 3, 32), True)]
 )
@@ -39,7 +39,7 @@ def test_rows_are_normed(shape: tuple[int, ...], per_head: bool, dtype: torch.dt
     assert norm.takes(x, weight)
     made, exact = norm.rms_norm(x, weight, 1e-2), formula(x, weight, 1e-2)
     assert (made.shape, made.dtype) == (x.shape, dtype)
-    torch.testing.assert_close(made, exact.to(dtype), rtol=2e-6 if dtype is torch.float32 else 8e-3, atol=1e-6)
+    torch.testing.assert_close(made, exact.to(dtype), rtol=8e-3, atol=1e-6)
     assert (made.double() - exact).norm() <= (exact.to(dtype).double() - exact).norm() * 1.01 + 1e-6 * exact.norm()
     assert torch.equal(norm.rms_norm(x[-1:], weight, 1e-2), made[-1:])
     apart = torch.cat([x, x], 1)[:, : x.shape[1]]
@@ -69,14 +69,18 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
 
 def test_what_it_does_not_take() -> None:
     """Rows that fill no vector, elements that lie apart, other dtypes and shapes of weights."""
-    assert norm.takes(torch.zeros(2, 16), torch.ones(16))
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    assert norm.takes(zeros(2, 16), torch.ones(16))
     for x, weight in (
-        (torch.zeros(2, 12), torch.ones(12)),
-        (torch.zeros(16, 2).T, torch.ones(16)),
-        (torch.zeros(2, 16).double(), torch.ones(16)),
-        (torch.zeros(2, 16), torch.ones(16).bfloat16()),
-        (torch.zeros(2, 3, 16), torch.ones(3, 1)),
-        (torch.zeros(2, 3, 32)[:, :, :16], torch.ones(16)),
-        (torch.zeros(2, 2, 3, 16), torch.ones(16)),
+        (zeros(2, 12), torch.ones(12)),
+        (zeros(16, 2).T, torch.ones(16)),
+        (zeros(2, 16).float(), torch.ones(16)),
+        (zeros(2, 16), torch.ones(16).bfloat16()),
+        (zeros(2, 3, 16), torch.ones(3, 1)),
+        (zeros(2, 3, 32)[:, :, :16], torch.ones(16)),
+        (zeros(2, 2, 3, 16), torch.ones(16)),
     ):
         assert not norm.takes(x, weight)
