@@ -350,9 +350,10 @@ def sums_room(rows: int, longest: int, *, alone: bool) -> int:
     """Return how many partial sums a query head's rows may leave in a step, those of all chunks together.
 
     alone: the step's rows are those of one session, which may be as long as any; those of several sessions have room
-    for _SHARED_CHUNKS each.
+    for _SHARED_CHUNKS each, and a few for as many as 16 have, as they may all be those of long ones.
     """
-    return rows * (chunk_count(longest) if alone else min(_SHARED_CHUNKS, chunk_count(longest)))
+    chunks = chunk_count(longest)
+    return rows * chunks if alone else max(rows, 16) * min(_SHARED_CHUNKS, chunks)
 
 
 @functools.cache

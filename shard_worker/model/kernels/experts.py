@@ -54,8 +54,18 @@ _ROWS = 16
 _CHOSEN_TOGETHER = 4
 """Rows that experts are chosen for at a time. One number for any number of rows: sums over experts depend on it."""
 
+_APART = 32
+"""Up to so many rows, programs score experts for no more than are chosen for at a time, so that nothing waits for other
+rows' choices. The router is read from the fastest cache that programs share, and of more rows too often."""
+
 _SCORED = 64
 """Experts that a program scores, and half as many columns of the rows as it does so over."""
+
+_FEW_ROWS = 4
+"""Rows that an expert has on average up to which tiles of packed matrices have half as many rows."""
+
+_FEW_PROGRAMS = 6
+"""Programs for each of a GPU's processors up to which parts of a sum have programs of their own."""
 
 _CHUNK = 32
 """Pairs of a row and an expert that others are compared with at a time, where there is a single tile of rows."""
@@ -74,9 +84,12 @@ _WIDTH_MULTIPLE = 32
 
 
 @triton.jit
-def _place(chosen, order, tiles, ps, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Store where pairs ps [BLOCK], which are all, stand sorted by expert, and a tile for each expert that has some.
-    Those of unused rows, whose expert is EXPERTS, come last and have none.
+def _place(
+    chosen, order, tiles, ps, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Store where pairs ps [BLOCK], which are all, stand sorted by expert, and the tiles of each expert that has some,
+    of HEIGHT rows or the rest. Those of unused rows, whose expert is EXPERTS, come last and have none.
 
     chosen: the expert of each pair. order: the pair at each place. tiles: [BLOCK, 4], as of `Routed`: each begins at
     the place of its number.
@@ -93,9 +106,10 @@ def _place(chosen, order, tiles, ps, pairs, EXPERTS: tl.constexpr, BLOCK: tl.con
     inside = ps < pairs
     tl.store(order + first + rank, ps, mask=inside)
     at = tiles + (first + rank) * 4
-    tl.store(at, tl.where((rank == 0) & (own < EXPERTS), own, -1), mask=inside)
-    tl.store(at + 1, first, mask=inside & (rank == 0))
-    tl.store(at + 2, count, mask=inside & (rank == 0))
+    begins = rank % HEIGHT == 0
+    tl.store(at, tl.where(begins & (own < EXPERTS), own, -1), mask=inside)
+    tl.store(at + 1, first + rank, mask=inside & begins)
+    tl.store(at + 2, tl.minimum(count - rank, HEIGHT), mask=inside & begins)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -106,23 +120,25 @@ def _route(
     SCORED: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
     TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, SIGMOID: tl.constexpr, CAP: tl.constexpr,
     SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PLACED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Score some experts for a tile of rows, over a part of their columns; the last of a tile's programs then chooses.
+    TILE: rows of one, of the HEIGHT that are multiplied at once.
 
     bias: float32 [EXPERTS], of the scores; None for none. choice_bias: the same, of what experts are chosen by alone.
     scales: float32 [EXPERTS], what each one's shares are multiplied by; None for nothing.
     sessions, numbers: as the sessions and lines of `Places`, which say what rows are unused; None where none are, and
     sessions for one session too.
-    SCORES: rows of the router, the shared expert's gate among them where it is GATED; ALL, PADDED: theirs and CHOSEN,
-    rounded up. TOGETHER: rows that are chosen for at a time. SIGMOID: shares are each score's own, and not of a
-    softmax. CAP: what scores are capped at, 0 for nothing. SCALE: what shares are multiplied by. PAIRS: as many as the
-    tile may have, where it is the only one and has several rows, whose pairs are then sorted by expert too; else 0.
+    SCORES: rows of the router, behind whose EXPERTS the shared expert's gate is where it is GATED. ALL, PADDED: EXPERTS
+    and CHOSEN, rounded up. TOGETHER: rows that are chosen for at a time. SIGMOID: shares are each score's own, and not
+    of a softmax. CAP: what scores are capped at, 0 for nothing. SCALE: what shares are multiplied by. PAIRS: as many as
+    all rows may have, where these are several and so few that their pairs are then sorted by expert here; else 0.
+    TILES: of rows, then. PLACED: rows of the tiles into which pairs are sorted.
     """
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     inside = tl.arange(0, HEIGHT)
-    ms = tile * HEIGHT + inside
-    present = (ms < rows)[:, None]
+    ms = tile * TILE + inside
+    present = ((inside < TILE) & (ms < rows))[:, None]
     es = block * SCORED + tl.arange(0, SCORED)
     product = tl.zeros((HEIGHT, SCORED), tl.float32)
     for turn in tl.static_range(PART // DEPTH):
@@ -132,35 +148,43 @@ def _route(
         w_at = router + es[None, :] * hidden + ks[:, None]
         w_tile = tl.load(w_at, mask=(es < SCORES)[None, :] & (ks < hidden)[:, None], other=0.0)
         product = tl.dot(x_tile, w_tile, product, input_precision=PRECISION)
-    lines = partial + ((tile * PARTS + part) * HEIGHT + inside)[:, None] * ALL
+    line: tl.constexpr = (SCORES + SCORED - 1) // SCORED * SCORED
+    lines = partial + ((tile * PARTS + part) * TILE + inside)[:, None] * line
     tl.store(lines + es[None, :], product, mask=present)
     # All of this program's scores are written before it counts itself.
     tl.debug_barrier()
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS * tl.num_programs(0) - 1:
         tl.store(arrived + tile, 0)
         # A few rows at a time: their scores of all parts are on their way at once.
-        for start in range(0, tl.minimum(rows - tile * HEIGHT, HEIGHT), TOGETHER):
+        for start in range(0, tl.minimum(rows - tile * TILE, TILE), TOGETHER):
             some = start + tl.arange(0, TOGETHER)
             _choose(
-                bias, choice_bias, scales, squares, factors, sessions, numbers, partial + tile * PARTS * HEIGHT * ALL,
-                chosen, shares, taken, tile * HEIGHT, some, rows, hidden, eps, EXPERTS, SCORES, ALL, CHOSEN, PADDED,
-                PARTS, HEIGHT, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
+                bias, choice_bias, scales, squares, factors, sessions, numbers, partial + tile * PARTS * TILE * line,
+                chosen, shares, taken, tile * TILE, some, rows, hidden, eps, EXPERTS, line, ALL, CHOSEN, PADDED,
+                PARTS, TILE, TOGETHER, NORMED, NORM_BLOCK, SIGMOID, CAP, SCALE, NORMALISED, GATED,
             )  # fmt: skip
         if PAIRS > 0:
             # What other threads chose is read.
             tl.debug_barrier()
-            _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, EXPERTS, PAIRS, CHUNK)
+            is_last = True
+            if TILES > 1:
+                is_last = tl.atomic_add(arrived + TILES, 1, sem="acq_rel") == TILES - 1
+            if is_last:
+                if TILES > 1:
+                    tl.store(arrived + TILES, 0)
+                _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, EXPERTS, PAIRS, CHUNK, PLACED)
 
 
 @triton.jit
 def _choose(
     bias, choice_bias, scales, squares, factors, sessions, numbers, partial, chosen, shares, taken, first, some, rows,
     hidden, eps,
-    EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr, LINE: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     PARTS: tl.constexpr, HEIGHT: tl.constexpr, TOGETHER: tl.constexpr, NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr, NORMALISED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sum up the scores of some rows [TOGETHER] of a tile, and choose their experts. first: the tile's first row.
+    HEIGHT: its rows. LINE: how far rows are apart in `partial`.
     factors: float32 [rows], of the norm that is due on the rows; they are computed here where NORMED is not 0. Unused
     rows choose the expert EXPERTS, which there is not: what they would have, only they would read.
     """
@@ -173,14 +197,16 @@ def _choose(
     else:
         factor = tl.load(factors + ms, mask=ms < rows, other=0.0)
     total = tl.zeros((TOGETHER, ALL), tl.float32)
+    gate = tl.zeros((TOGETHER,), tl.float32)
     for turn in tl.static_range(PARTS):
-        lines = partial + (turn * HEIGHT + some)[:, None] * ALL
-        total += tl.load(lines + cs, mask=present & (cs < SCORES), other=0.0, cache_modifier=".cg")
+        lines = partial + (turn * HEIGHT + some) * LINE
+        total += tl.load(lines[:, None] + cs, mask=present & (cs < EXPERTS), other=0.0, cache_modifier=".cg")
+        if GATED:
+            gate += tl.load(lines + EXPERTS, mask=ms < rows, other=0.0, cache_modifier=".cg")
     total *= factor[:, None]
     opened = tl.full((TOGETHER,), 1.0, tl.float32)
     if GATED:
-        gate = tl.sum(tl.where(cs == EXPERTS, total, 0.0), 1)
-        opened = 1.0 / (1.0 + tl.exp(-gate))
+        opened = 1.0 / (1.0 + tl.exp(-gate * factor))
     tl.store(taken + ms, opened, mask=ms < rows)
     if bias is not None:
         total += tl.load(bias + cs, mask=cs < EXPERTS, other=0.0)
@@ -485,7 +511,8 @@ def run(
     experts, chosen_count = weights.router.rows, weights.chosen
     size = together.down.columns
     target, item = devices.kernel_target(device), x.dtype.itemsize
-    height = tile_height(rows, chosen_count, experts, item, target)
+    forms = forms_of(together)
+    height = tile_height(rows, chosen_count, experts, forms, item, target)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -498,7 +525,6 @@ def run(
         shared, _ = linear(inner if summed is None else summed, weights.shared.down)
     normed, placed = route(weights, normed, x if routed is None else routed, together.scores, height, places)
 
-    forms = forms_of(together)
     cuts = [
         choose(width, depth, first, chosen_count, item, height, target)
         if form is None
@@ -542,28 +568,31 @@ def route(
     tiles = (
         empty(slots, 4, dtype=torch.int32) if one_tile else torch.full((slots, 4), -1, dtype=torch.int32, device=device)
     )
-    padded = max(_SCORED, triton.next_power_of_2(len(scores)))
+    score_blocks = triton.cdiv(len(scores), _SCORED)
     part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
     parts = triton.cdiv(hidden, part)
     # RDNA multiplies float32 number by number, each thread with a tile of its own in registers.
     scored_at_once = 16 if product_cuts.few_registers(devices.kernel_target(device)) else part
-    row_tiles = triton.cdiv(rows, _ROWS)
+    tile = _CHOSEN_TOGETHER if rows <= _APART else _ROWS
+    row_tiles = triton.cdiv(rows, tile)
     factors = empty(rows) if normed.factors is None else normed.factors
     sigmoid = weights.sigmoid
     sessions, lines = (None, None) if places is None or rows == 1 else (places.sessions, places.lines)
-    _route[(triton.cdiv(len(scores), _SCORED), parts, row_tiles)](
+    _route[(score_blocks, parts, row_tiles)](
         seen, scores, weights.router_bias, weights.choice_bias, weights.scales, normed.squares, factors,
         sessions, lines,
-        empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken, order, tiles, rows, hidden,
-        normed.eps,
-        EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
+        empty(row_tiles * parts * tile * score_blocks * _SCORED), arrivals(device), chosen, shares, taken, order, tiles,
+        rows, hidden, normed.eps,
+        EXPERTS=experts, SCORES=len(scores), ALL=triton.next_power_of_2(experts), CHOSEN=chosen_count,
         PADDED=triton.next_power_of_2(chosen_count), SCORED=_SCORED, PART=part, DEPTH=min(part, scored_at_once),
         PARTS=parts, HEIGHT=_ROWS, TOGETHER=_CHOSEN_TOGETHER, SIGMOID=sigmoid is not None,
         CAP=0.0 if sigmoid is None else sigmoid.cap or 0.0, SCALE=1.0 if sigmoid is None else sigmoid.scale,
         NORMALISED=weights.normalised, GATED=weights.shared_gate is not None,
-        PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if 1 < rows <= _ROWS else 0, CHUNK=_CHUNK,
+        PAIRS=triton.next_power_of_2(rows * chosen_count) if 1 < rows <= _ROWS else 0,
+        CHUNK=_CHUNK, PLACED=height, TILE=tile, TILES=row_tiles if 1 < rows <= _ROWS else 1,
         NORMED=normed.squares.shape[1] if normed.factors is None else 0,
-        NORM_BLOCK=triton.next_power_of_2(normed.squares.shape[1]), PRECISION=product_precision(scores), num_warps=4,
+        NORM_BLOCK=triton.next_power_of_2(normed.squares.shape[1]), PRECISION=product_precision(scores),
+        num_warps=4,
     )  # fmt: skip
     if not one_tile:
         blocks, bins = triton.cdiv(pairs, _PLACED), triton.next_power_of_2(experts)
@@ -699,11 +728,16 @@ def _packed(weight: Weight) -> TiledWeight | None:
     return weight if isinstance(weight, TiledWeight) else None
 
 
-def tile_height(rows: int, chosen: int, experts: int, size: int, target: KernelTarget | None) -> int:
+def tile_height(
+    rows: int, chosen: int, experts: int, forms: Sequence[Form | None], size: int, target: KernelTarget | None
+) -> int:
     """Return the rows of a tile, by how many an expert has if all have as many.
 
-    size: of an element, in bytes. More rows than 16 are another matrix instruction on some GPUs.
+    forms: as of `forms_of`. size: of an element, in bytes. More rows than 16 are another matrix instruction on some
+    GPUs. Fewer are enough for most experts where they have few: where one has more, its packed matrices are read twice.
     """
+    if any(form is not None and form.lane_columns for form in forms) and rows * chosen <= _FEW_ROWS * experts:
+        return _ROWS // 2
     if target is None or target.one_tile_height or size != 2:
         return _ROWS
     return 2 * _ROWS if rows * chosen > 12 * experts and rows > _ROWS else _ROWS
@@ -746,8 +780,8 @@ def choose_packed(
     height: int,
     target: KernelTarget | None,
 ) -> Config:
-    """Return how a product with packed matrices of a form is cut, as `product_cuts.choose_packed` does. Not tried on
-    any GPU.
+    """Return how a product with packed matrices of a form is cut, as `product_cuts.choose_packed` does. Tried on an
+    H200.
 
     The depth is in as many parts as keep a GPU busy with a single row's experts: in more where a turn has fewer
     columns, as a program then has less on its way from memory. A program of its own takes each part where there are
@@ -758,5 +792,8 @@ def choose_packed(
     cut = product_cuts.choose_packed(form, width, depth, first, None, size, target, min(rows, height), matrices)
     if first and product_cuts.few_registers(target):
         return cut._replace(split=1, serial=False)
-    few = product_cuts.keeps_waiting(rows * matrices * triton.cdiv(width, cut.width), processors)
+    if rows > 1 and cut.height < _ROWS and form.lane_columns:
+        # More warps read the same activations, and each program does more for what it costs to begin one.
+        cut = cut._replace(width=64 if first else 128, warps=4)
+    few = rows * matrices * triton.cdiv(width, cut.width) < _FEW_PROGRAMS * processors
     return cut._replace(serial=cut.split > 1 and not few)

@@ -159,10 +159,10 @@ def choose_packed(
     matrices: how many of its shape a row is multiplied by.
 
     A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. A single row of
-    activations is a tile of its own where its groups are multiplied apart. More rows of activations
-    than 16 take tiles as high as registers and sums in one order allow. On Hopper four warps multiply 16 rows of
-    weights each together, unless lanes read 4 neighbouring columns and a turn has the offsets of so many groups that
-    registers are few.
+    activations is a tile of its own where its groups are multiplied apart, and up to 8 are one of half the height. More
+    rows of activations than 16 take tiles as high as registers and sums in one order allow. For more than 8 of them
+    four warps of Hopper's multiply 16 rows of weights each together, unless lanes read 4 neighbouring columns and a
+    turn has the offsets of so many groups that registers are few.
     """
     processors = PROCESSORS if target is None else target.processors
     shared = 64 << 10 if target is None else target.shared_bytes
@@ -171,7 +171,7 @@ def choose_packed(
     numerous = form.offset != "" and form.columns // form.group > 4
     together = target is not None and target.tensor_engine and not (numerous and form.lane_columns == 4)
     if form.lane_columns:
-        wide = head_dim or (32 if few or (paired and not together) else 64)
+        wide = head_dim or (64 if (together and rows > TILE_ROWS // 2) or not (few or paired) else 32)
         warps = 4 if together and wide == 64 and not head_dim else max(2, wide // 32)
     else:
         wide = head_dim or (64 if paired or width <= 64 * processors else 128)
@@ -216,11 +216,6 @@ def split_packed(blocks: int, depth: int, processors: int) -> int:
     """Return into how many parts the depth is cut for blocks of 32 rows, so that every processor is kept busy by some
     programs, and waits for none long at the end."""
     split = 1
-    while split < 8 and keeps_waiting(blocks * split, processors) and depth >= 4 * UNIT * split:
+    while split < 8 and blocks * split < 4.5 * processors and depth >= 4 * UNIT * split:
         split *= 2
     return split
-
-
-def keeps_waiting(programs: int, processors: int) -> bool:
-    """Return whether so many programs of a packed product are too few to keep all processors busy."""
-    return programs < 4.5 * processors

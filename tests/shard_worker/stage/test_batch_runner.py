@@ -14,6 +14,7 @@ from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
 from shard_worker.model.rows import SessionRows
 from shard_worker.stage.batch_runner import (
+    FEW_ROW_COUNTS,
     PACKED_ROW_COUNTS,
     ROW_COUNTS,
     BatchRunner,
@@ -92,14 +93,15 @@ def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> 
         compare(single, many, chosen, counts, uncommitted, draw)
 
 
-def test_packed_matrices_have_steps_of_more_numbers_of_rows(tiny: Tiny, packed: Packed) -> None:
+def test_packed_matrices_and_experts_have_steps_of_more_numbers_of_rows(tiny: Tiny, packed: Packed) -> None:
     """Unused rows of a step cost time there."""
-    [dense], [int4] = (
+    [dense], [int4], [mixture] = (
         load_stage(path, devices=[device()], dtype="bfloat16").segments
-        for path in (tiny.path("qwen3"), packed("ct-4-group")[0])
+        for path in (tiny.path("qwen3"), packed("ct-4-group")[0], tiny.path("qwen3_moe"))
     )
     assert row_counts(dense) == ROW_COUNTS
-    assert row_counts(int4) == PACKED_ROW_COUNTS
+    assert row_counts(int4) == FEW_ROW_COUNTS + PACKED_ROW_COUNTS
+    assert row_counts(mixture) == FEW_ROW_COUNTS + ROW_COUNTS
 
 
 def compare(

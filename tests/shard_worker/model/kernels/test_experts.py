@@ -344,14 +344,15 @@ def test_parts_of_the_depth_are_summed_up_alike(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("rows", [5, 18])
-def test_all_rows_may_go_to_the_same_experts(rows: int) -> None:
-    """More than a tile of them; the others have none. All experts may be chosen, too."""
-    weights = mixture()
+@pytest.mark.parametrize(("rows", "packed"), [(5, None), (18, None), (12, ("int4", "q4_k")), (20, ("int4", "q8_0"))])
+def test_all_rows_may_go_to_the_same_experts(rows: int, packed: tuple[str, str] | None) -> None:
+    """More than a tile of them, which is lower for packed matrices; the others have none. All experts may be chosen,
+    too."""
+    weights = mixture() if packed is None else mixture(16, 2, 128, 64, packed=packed)
     assert weights.together is not None
     x = rows_of(weights, rows).abs()
     weights.together.scores[:] = -weights.together.scores.abs()
-    weights.together.scores[4:] *= -1
+    weights.together.scores[-2:] *= -1
     check(weights, x)
     if rows == 5:
         check(replace(weights, chosen=6), x)
