@@ -257,11 +257,18 @@ class AttentionCache:
         if self.dtype is FLOAT8:
             keys, values = narrowed(keys), narrowed(values)
         count = len(keys)
-        self.prepare_rows(first, count)
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        for places, own in self.places(layer, first, count):
+            for held, given in zip(places, (keys, values), strict=True):
+                held.copy_(given if held.shape[1] == count else given[:, own])
+
+    def places(self, layer: int, first: int, count: int) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], slice]]:
+        """Yield where the keys and the values of `count` rows of one layer are kept from position `first` on,
+        [kv_heads, n, head_dim] both, with which of the rows these n are: runs of positions that lie side by side."""
+        self.prepare_rows(first, count)
         for page, start, done, size in self._pieces(first, count):
-            for held, given in zip(page[layer].narrow(2, start, size).unbind(), (keys, values), strict=True):
-                held.copy_(given if size == count else given.narrow(1, done, size))
+            keys, values = page[layer].narrow(2, start, size).unbind()
+            yield (keys, values), slice(done, done + size)
 
     def span(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one layer's keys and values at positions [first, last) to compute with, [kv_heads, n, head_dim]."""

@@ -17,15 +17,11 @@ from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes,
 _ARGUMENTS = struct.Struct("=12q")
 """The kernel's, as `attention_module` says."""
 
-_LEAST_ELEMENTS = 1 << 17
-"""Fewer elements of keys are read faster by torch's attention, as less is done around it."""
-
 
 def takes(keys: torch.Tensor) -> bool:
     """Return whether `attend` takes these keys, and values like them, and is faster than torch."""
     return (
-        keys.numel() >= _LEAST_ELEMENTS
-        and keys.device.type == "cpu"
+        keys.device.type == "cpu"
         and keys.dtype in (torch.bfloat16, torch.float16)
         and not multiplies(keys.dtype)
         and keys.stride(2) == 1
@@ -38,19 +34,19 @@ def takes(keys: torch.Tensor) -> bool:
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return softmax(q kᵀ / sqrt(head_dim)) v, [heads, head_dim].
 
-    queries: [heads, head_dim], which see all keys. keys, values: [kv_heads, span, head_dim], of which `takes` says yes.
+    queries: [heads, head_dim], which see all keys. keys, values: [kv_heads, span, head_dim], of the queries' dtype, of
+    which `takes` says yes.
     The first call for heads of a size takes some tenths of a second more, in which the kernel is compiled.
     """
     (heads, head_dim), (kv_heads, span, _) = queries.shape, keys.shape
-    scaled = (queries.float() * head_dim**-0.5).contiguous()
-    results, line = torch.empty_like(scaled), -(-span // lanes()) * lanes()
+    queries, line = queries.contiguous(), -(-span // lanes()) * lanes()
     threads = min(kv_heads, torch.get_num_threads())
-    scores = torch.empty(threads, ROWS, line)
-    addresses = (tensor.data_ptr() for tensor in (keys, values, scaled, results, scores))
+    results, scores = torch.empty_like(queries), torch.empty(threads, ROWS, line)
+    addresses = (tensor.data_ptr() for tensor in (keys, values, queries, results, scores))
     steps = (step for tensor in (keys, values) for step in tensor.stride()[:2])
     arguments = _ARGUMENTS.pack(*addresses, kv_heads, span, *steps, line)
     _kernel(keys.dtype, head_dim, heads // kv_heads).run(arguments, threads)
-    return results.to(queries.dtype)
+    return results
 
 
 @functools.cache

@@ -33,13 +33,13 @@ _LEAST_EXPONENT = -87.0
 def attention_module(elements: Elements, lanes: int, head_dim: int, group: int, name: str) -> ir.Module:
     """Return the module with the kernel, by which each thread takes some of the heads of keys.
 
-    elements: of keys and values, 16-bit floats. lanes: how many float32 a vector has; they divide head_dim. group: how
-    many queries each head of keys has.
+    elements: of queries, keys, values and results, 16-bit floats. lanes: how many float32 a vector has; they divide
+    head_dim. group: how many queries each head of keys has.
 
     The kernel's arguments: the addresses of keys, values, queries, results and scores; how many heads keys have, and
     how many positions; the elements from one head of keys to the next, and from one position to the next, and the same
-    of values; and the float32 from one line of scores to the next. Queries [heads of keys, group, head_dim] are float32
-    and scaled, results are like them. Scores have `ROWS` lines for each thread.
+    of values; and the float32 from one line of scores to the next. Queries [heads of keys, group, head_dim] and results
+    like them have no gaps. Scores are float32 and have `ROWS` lines for each thread.
     """
     return _AttentionWriter(elements, lanes, head_dim, group).module(name)
 
@@ -60,7 +60,12 @@ class _AttentionWriter(ProductWriter):
         thread, threads = self._threads(builder)
         own_scores = self._at(builder, scores, builder.mul(thread, builder.mul(line, self._index(ROWS))), self._float)
         functions: dict[int, ir.Function] = {}
+        scale = self._scale()
+        scaled = builder.alloca(self._float, self._index(self._group * self._head_dim))
+        scaled.align = 64
         with self._loop(builder, thread, heads, threads) as head:
+            first = builder.mul(head, self._index(self._group * self._head_dim))
+            builder.call(scale, [self._at(builder, queries, first, self._stored), scaled])
             own_keys = self._at(builder, keys, builder.mul(head, key_head), self._stored)
             own_values = self._at(builder, values, builder.mul(head, value_head), self._stored)
             done = 0
@@ -68,14 +73,26 @@ class _AttentionWriter(ProductWriter):
                 width = next(width for width in _HEIGHTS if width <= self._group - done)
                 if width not in functions:
                     functions[width] = self._rows(width)
-                row = builder.add(builder.mul(head, self._index(self._group)), self._index(done))
-                offset = builder.mul(row, self._index(self._head_dim))
-                own_queries, to = (self._at(builder, one, offset, self._float) for one in (queries, results))
+                before = self._index(done * self._head_dim)
+                own_queries = self._at(builder, scaled, before, self._float)
+                to = self._at(builder, results, builder.add(first, before), self._stored)
                 arguments = [own_keys, key_step, own_values, value_step, own_queries, to, own_scores, line, span]
                 builder.call(functions[width], arguments)
                 done += width
         builder.ret_void()
         return self._module
+
+    def _scale(self) -> ir.Function:
+        """Return the function that writes a head's queries as float32, divided by the square root of their size. Its
+        arguments: where they begin, and where results go."""
+        function = self._function("scale", [self._pointer, self._pointer])
+        queries, scaled = function.args
+        builder, scale = self._ir.IRBuilder(function.append_basic_block()), self._all_floats(self._head_dim**-0.5)
+        with self._loop(builder, self._index(0), self._index(self._group * self._head_dim), self._lanes) as place:
+            query = self._load_floats(builder, self._at(builder, queries, place, self._stored), self._elements)
+            self._store(builder, builder.fmul(query, scale), self._at(builder, scaled, place, self._float))
+        builder.ret_void()
+        return function
 
     def _rows(self, width: int) -> ir.Function:
         """Return the function that makes the results of `width` queries of a head.
@@ -178,4 +195,4 @@ class _AttentionWriter(ProductWriter):
                 row, vector = divmod(number, at_once)
                 whole = builder.fdiv(total, self._spread(builder, totals[row]))
                 to = builder.add(self._index(row * self._head_dim), places[vector])
-                self._store(builder, whole, self._at(builder, results, to, self._float))
+                self._store_floats(builder, whole, self._at(builder, results, to, self._stored), self._elements)

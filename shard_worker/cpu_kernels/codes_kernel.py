@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_worker.cpu_kernels import native
 from shard_worker.cpu_kernels.kernel_writer import BLOCK, Elements, KernelWriter
+from shard_worker.cpu_kernels.native import THREADS_BARRIER
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -64,36 +65,25 @@ def rounded_row(columns: int, groups: int) -> int:
     return 2 * columns + 4 * (groups + -(-columns // SPAN))
 
 
-def rounding_module(bits: int, run: int, name: str) -> ir.Module:
-    """Return the module with the kernel that rounds rows of activations for codes of so many bits.
-
-    run: how many columns have one scale and offset at least, up to `LARGEST_RUN`.
-
-    The kernel's arguments: the addresses of the activations, bfloat16 without gaps, and of the rounded rows, each as
-    `rounded_row` says; how many columns a row has, how many groups, and the logarithm to the base 2 of a group's
-    columns; how many bytes a rounded row takes; and how many rows there are.
-    """
-    return _CodesWriter(bits, run).rounding(name)
-
-
 def codes_module(bits: int, run: int, name: str) -> ir.Module:
-    """Return the module with the kernel, by which each thread multiplies its share of the matrix's rows.
+    """Return the module with the kernel, by which each thread rounds some rows of activations, and then multiplies all
+    of them by its share of the matrix's rows.
 
     An element of the matrix is `scale * (code - middle) + offset`, with one scale and offset for some neighbouring
     columns of a row, a power of two from 16 on. Codes are whole numbers from 0 on, in bytes, or two in a byte as `RUN`
-    says. bits: 4 or 8. run: as of `rounding_module`.
+    says. bits: of a code, 4 or 8. run: how many columns have one scale and offset at least, up to `LARGEST_RUN`.
 
-    The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the rounded rows of activations,
-    of the product, and of the bias or 0; how many rows and columns the matrix has, how many bytes lie from one of its
-    rows to the next, and how many groups a row has; the logarithm to the base 2 of a group's columns; how many bytes a
-    rounded row takes; and how many rows of activations there are. Scales and offsets are pairs of bfloat16. The product
-    and the bias are bfloat16 without gaps.
+    The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the activations, of memory for
+    their rounded rows, each as `rounded_row` says, of the product, and of the bias or 0; how many rows and columns the
+    matrix has, how many bytes lie from one of its rows to the next, and how many groups a row has; the logarithm to the
+    base 2 of a group's columns; how many bytes a rounded row takes; and how many rows of activations there are. Scales
+    and offsets are pairs of bfloat16. Activations, the product and the bias are bfloat16 without gaps.
     """
-    return _CodesWriter(bits, run).product(name)
+    return _CodesWriter(bits, run).module(name)
 
 
 class _CodesWriter(KernelWriter):
-    """Writes the kernels for codes of so many bits, of which so many columns have one scale and offset at least."""
+    """Writes the kernel for codes of so many bits, of which so many columns have one scale and offset at least."""
 
     def __init__(self, bits: int, run: int) -> None:
         super().__init__(_LANES)
@@ -103,10 +93,36 @@ class _CodesWriter(KernelWriter):
         self._halves = ir.VectorType(self._half, _PAIRS)
         self._bytes = ir.VectorType(self._byte, RUN)
 
+    def module(self, name: str) -> ir.Module:
+        """Return the module, as `codes_module` does."""
+        builder, (matrix, numbers, activations, rounded, product, bias), others = self._kernel(name, 6, 7)
+        rows, columns, stride, groups, shift, length, count = others
+        widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
+        widened.align = 64
+        builder.call(self._rounding(), [activations, rounded, columns, groups, shift, length, count])
+        # Other threads' rows are multiplied, too.
+        builder.call(self._declared(THREADS_BARRIER, self._ir.VoidType(), []), [])
+        block = self._block()
+        with self._blocks(builder, rows) as row:
+            own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
+            of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
+            to = self._at(builder, product, row, self._half)
+            own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
+            part = [own, stride, of_own, groups, shift, rounded, length, columns, to, rows, own_bias]
+            builder.call(block, [*part, count, widened])
+        builder.ret_void()
+        return self._module
+
     # --- rounding
-    def rounding(self, name: str) -> ir.Module:
-        """Return the module, as `rounding_module` does."""
-        builder, (activations, rounded), (columns, groups, shift, length, count) = self._kernel(name, 2, 5)
+    def _rounding(self) -> ir.Function:
+        """Return the function that rounds the thread's rows of activations.
+
+        Its arguments: where activations begin, and where rounded rows do; how many columns a row has, how many groups,
+        and the logarithm of a group's columns; how many bytes a rounded row takes; and how many rows there are.
+        """
+        function = self._function("round_rows", [self._pointer] * 2 + [self._index] * 5)
+        activations, rounded, columns, groups, shift, length, count = function.args
+        builder = self._ir.IRBuilder(function.append_basic_block())
         thread, threads = self._threads(builder)
         with self._loop(builder, thread, count, threads) as row:
             own = self._at(builder, activations, builder.mul(row, columns), self._half)
@@ -121,7 +137,7 @@ class _CodesWriter(KernelWriter):
                 builder.store(one, self._at(builder, ones, place, self._float)).align = 2
                 self._round_span(builder, (own, numbers, sums), (first, end, shift), power, one)
         builder.ret_void()
-        return self._module
+        return function
 
     def _largest(self, builder: ir.IRBuilder, row: Any, first: Any, end: Any) -> Any:
         """Return the largest of some activations of a row, without signs: bfloat16 as whole numbers of 16 bits, which
@@ -212,23 +228,6 @@ class _CodesWriter(KernelWriter):
         return sums, self._at(builder, sums, groups, self._float)
 
     # --- the product
-    def product(self, name: str) -> ir.Module:
-        """Return the module, as `codes_module` does."""
-        builder, (matrix, numbers, activations, product, bias), others = self._kernel(name, 5, 7)
-        rows, columns, stride, groups, shift, length, count = others
-        widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
-        widened.align = 64
-        block = self._block()
-        with self._blocks(builder, rows) as row:
-            own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
-            of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
-            to = self._at(builder, product, row, self._half)
-            own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
-            part = [own, stride, of_own, groups, shift, activations, length, columns, to, rows, own_bias]
-            builder.call(block, [*part, count, widened])
-        builder.ret_void()
-        return self._module
-
     @property
     def _kinds(self) -> list[Any]:
         """The types of a tile's arguments: where its part of the matrix begins and the distance between the rows; where

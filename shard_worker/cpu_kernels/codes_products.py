@@ -12,33 +12,33 @@ import struct
 
 import torch
 
-from shard_worker.cpu_kernels.codes_kernel import LARGEST_RUN, codes_module, rounded_row, rounding_module, step_of
+from shard_worker.cpu_kernels.codes_kernel import LARGEST_RUN, codes_module, rounded_row, step_of
 from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import NativeFunction, is_available, threads_for
 
-_ROUNDING, _PRODUCT = struct.Struct("=7q"), struct.Struct("=12q")
-"""The kernels' arguments, as `rounding_module` and `codes_module` say."""
+_ARGUMENTS = struct.Struct("=13q")
+"""The kernel's, as `codes_module` says."""
 
 
 class CodesProduct:
     """The product with one matrix."""
 
-    __slots__ = ("_codes", "_columns", "_multiply", "_numbers", "_round")
+    __slots__ = ("_codes", "_columns", "_kernel", "_numbers")
 
     def __init__(self, codes: torch.Tensor, numbers: torch.Tensor, columns: int) -> None:
         """codes: of 8 bits uint8 [rows, columns], or two of 4 bits in a byte, [rows, columns / 2], as `codes_module`
         says. numbers: their scales and offsets, bfloat16 [rows, groups, 2] without gaps.
 
-        Both are kept, and what `takes` has said yes to. For the first matrix of a kind the kernels are compiled, which
+        Both are kept, and what `takes` has said yes to. For the first matrix of a kind the kernel is compiled, which
         takes some tenths of a second.
         """
         self._codes, self._numbers, self._columns = codes, numbers, columns
         bits = 8 if codes.shape[1] == columns else 4
-        self._round, self._multiply = _kernels(bits, min(columns // numbers.shape[1], LARGEST_RUN))
+        self._kernel = _kernel(bits, min(columns // numbers.shape[1], LARGEST_RUN))
 
     @staticmethod
     def takes(rows: int, columns: int, bits: int, group: int) -> bool:
-        """Return whether the kernels take a matrix of codes of so many bits, 4 or 8, in groups of so many columns."""
+        """Return whether the kernel takes a matrix of codes of so many bits, 4 or 8, in groups of so many columns."""
         return rows >= BLOCK and is_available() and columns % step_of(bits, min(group, LARGEST_RUN)) == 0
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,21 +47,18 @@ class CodesProduct:
         x, shift = x.contiguous(), (columns // groups).bit_length() - 1
         length = rounded_row(columns, groups)
         rounded = torch.empty(count, length, dtype=torch.uint8)
-        arguments = _ROUNDING.pack(x.data_ptr(), rounded.data_ptr(), columns, groups, shift, length, count)
-        self._round.run(arguments, threads_for(x.numel()))
         product = torch.empty(count, rows, dtype=torch.bfloat16)
-        addresses = (tensor.data_ptr() for tensor in (self._codes, self._numbers, rounded, product))
+        addresses = (tensor.data_ptr() for tensor in (self._codes, self._numbers, x, rounded, product))
         added = None if bias is None else bias.to(torch.bfloat16).contiguous()
         of_bias = 0 if added is None else added.data_ptr()
-        arguments = _PRODUCT.pack(
+        arguments = _ARGUMENTS.pack(
             *addresses, of_bias, rows, columns, self._codes.shape[1], groups, shift, length, count
         )
-        self._multiply.run(arguments, threads_for(rows * columns))
+        self._kernel.run(arguments, threads_for(rows * columns))
         return product
 
 
 @functools.cache
-def _kernels(bits: int, run: int) -> tuple[NativeFunction, NativeFunction]:
-    """Return those that round activations and multiply."""
-    modules = rounding_module(bits, run, "round_rows"), codes_module(bits, run, "multiply")
-    return NativeFunction(modules[0], "round_rows"), NativeFunction(modules[1], "multiply")
+def _kernel(bits: int, run: int) -> NativeFunction:
+    name = "multiply_codes"
+    return NativeFunction(codes_module(bits, run, name), name)

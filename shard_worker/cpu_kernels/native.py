@@ -19,6 +19,9 @@ _LEAST_SHARE = 1 << 15
 THREAD_NUMBER, THREAD_COUNT = "omp_get_thread_num", "omp_get_num_threads"
 """OpenMP's functions, `int32 ()` both, by which a kernel knows which share of the work is its thread's."""
 
+THREADS_BARRIER = "GOMP_barrier"
+"""OpenMP's function, `void ()`, that returns once all of a kernel's threads have called it."""
+
 
 @functools.cache
 def is_available() -> bool:
@@ -62,7 +65,7 @@ class NativeFunction:
         assert openmp is not None
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
-        for function in (THREAD_NUMBER, THREAD_COUNT):
+        for function in (THREAD_NUMBER, THREAD_COUNT, THREADS_BARRIER):
             binding.add_symbol(function, ctypes.cast(getattr(openmp, function), ctypes.c_void_p).value)
         machine = binding.Target.from_default_triple().create_target_machine(
             cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2

@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Do what `ops.norm.rms_norm` does, for rows that `takes` says yes to. For the first rows of a dtype the kernel is
     compiled, which takes some hundredths of a second."""
     size, count = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    results, epsilon = torch.empty(x.shape, dtype=x.dtype), _epsilon(eps)
+    results, epsilon = torch.empty(x.shape, dtype=x.dtype), epsilon_at(eps)
     addresses = (tensor.data_ptr() for tensor in (x, weight, results, epsilon))
     arguments = _ARGUMENTS.pack(*addresses, x.shape[0], x.stride(0), count, size, weight.numel() // size)
     _kernel(ELEMENTS[x.dtype]).run(arguments, threads_for(x.numel()))
@@ -45,7 +45,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @functools.cache
-def _epsilon(eps: float) -> torch.Tensor:
+def epsilon_at(eps: float) -> torch.Tensor:
+    """Return a norm's epsilon in memory, float32, for kernels."""
     return torch.tensor(eps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_worker.cpu_kernels.kernel_writer import Elements, KernelWriter
 
@@ -20,10 +20,10 @@ def norm_module(elements: Elements, lanes: int, name: str) -> ir.Module:
     elements a row; and how many rows of weights there are, which belong to the rows of a step in turn. Weights and
     epsilon are float32, weights and results have no gaps.
     """
-    return _NormWriter(lanes).module(elements, name)
+    return NormWriter(lanes).module(elements, name)
 
 
-class _NormWriter(KernelWriter):
+class NormWriter(KernelWriter):
     """Writes the kernel."""
 
     def module(self, elements: Elements, name: str) -> ir.Module:
@@ -31,23 +31,14 @@ class _NormWriter(KernelWriter):
         builder, (rows, weights, results, epsilon), others = self._kernel(name, 4, 5)
         steps, stride, count, size, weight_rows = others
         thread, threads = self._threads(builder)
-        root = self._declared("llvm.sqrt.f32", self._float, [self._float])
-        stored, one = self._types[elements], self._float(1.0)
-        least = builder.load(epsilon, typ=self._float)
-        length = builder.sitofp(size, self._float)
+        stored = self._types[elements]
         with self._loop(builder, thread, builder.mul(steps, count), threads) as row:
             step, within = builder.sdiv(row, count), builder.srem(row, count)
             offset = builder.add(builder.mul(step, stride), builder.mul(within, size))
             own = self._at(builder, rows, offset, stored)
             to = self._at(builder, results, builder.mul(row, size), stored)
             weight = self._at(builder, weights, builder.mul(builder.srem(within, weight_rows), size), self._float)
-            zeros = [self._all_floats(0.0)]
-            with self._sums(builder, self._index(0), size, self._lanes, zeros) as (place, squares):
-                seen = self._load_floats(builder, self._at(builder, own, place, stored), elements)
-                squares[0] = builder.call(self._multiply_add, [seen, seen, squares[0]])
-            mean = builder.fdiv(self._total(builder, squares[0]), length)
-            factor = builder.fdiv(one, builder.call(root, [builder.fadd(mean, least)]))
-            factors = self._spread(builder, factor)
+            factors = self._factors(builder, own, size, epsilon, elements)
             with self._loop(builder, self._index(0), size, self._lanes) as place:
                 seen = self._load_floats(builder, self._at(builder, own, place, stored), elements)
                 scale = self._load(builder, self._at(builder, weight, place, self._float), self._vector)
@@ -55,3 +46,14 @@ class _NormWriter(KernelWriter):
                 self._store_floats(builder, normed, self._at(builder, to, place, stored), elements)
         builder.ret_void()
         return self._module
+
+    def _factors(self, builder: ir.IRBuilder, row: Any, size: Any, epsilon: Any, elements: Elements) -> Any:
+        """Return the vector of what a row of so many elements is multiplied by. epsilon: where it lies."""
+        root = self._declared("llvm.sqrt.f32", self._float, [self._float])
+        stored, zeros = self._types[elements], [self._all_floats(0.0)]
+        with self._sums(builder, self._index(0), size, self._lanes, zeros) as (place, squares):
+            seen = self._load_floats(builder, self._at(builder, row, place, stored), elements)
+            squares[0] = builder.call(self._multiply_add, [seen, seen, squares[0]])
+        mean = builder.fdiv(self._total(builder, squares[0]), builder.sitofp(size, self._float))
+        least = builder.load(epsilon, typ=self._float)
+        return self._spread(builder, builder.fdiv(self._float(1.0), builder.call(root, [builder.fadd(mean, least)])))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from services.model.config import ModelConfig
 from shard_worker.cache.segment_caches import KeyKind
+from shard_worker.cpu_kernels import heads as cpu_heads
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows, SessionRows
 from shard_worker.ops.attention import attend, attend_each, attend_with_sinks, first_seen
@@ -102,15 +103,31 @@ def _finish(
     """Store the keys and values of projections [n, heads, head_dim], and return queries, [n, heads, head_dim]."""
     shape = weights.shape
     heads, kv_heads = shape.heads, shape.kv_heads
-    qk, first_value = projected[:, : heads + kv_heads], heads if shape.keys_as_values else heads + kv_heads
+    first_value, table = heads if shape.keys_as_values else heads + kv_heads, rows.ropes[shape.rope]
+    caches = [session.caches.attention_of(shape) for session in rows.sessions]
+    if (
+        weights.value_norm is None
+        and not weights.shares
+        and cpu_heads.takes(projected, weights.qk_norm, table, caches[0].dtype)
+    ):
+        queries, first = projected.new_empty((len(projected), heads, shape.head_dim)), 0
+        for session, cache in zip(rows.sessions, caches, strict=True):
+            for places, run in cache.places(slot, session.base, session.count):
+                own = slice(first + run.start, first + run.stop)
+                turns = table[0][own], table[1][own]
+                norm, eps = weights.qk_norm, config.norm_eps
+                cpu_heads.finish(projected[own], first_value, norm, eps, turns, queries[own], *places)
+            first += session.count
+        return queries
+    qk = projected[:, : heads + kv_heads]
     values = projected[:, first_value : first_value + kv_heads]
     if weights.value_norm is not None and not weights.shares:
         values = rms_norm(values, weights.value_norm, config.norm_eps)
     if weights.qk_norm is not None:
         qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
-    qk, first = apply_rope(qk, rows.ropes[shape.rope]), 0
-    for session in rows.sessions if not weights.shares else ():
+    qk, first = apply_rope(qk, table), 0
+    for session, cache in zip(rows.sessions, caches, strict=True) if not weights.shares else ():
         own = slice(first, first + session.count)
-        session.caches.attention_of(shape).store(slot, session.base, qk[own, heads:], values[own])
+        cache.store(slot, session.base, qk[own, heads:], values[own])
         first += session.count
     return qk[:, :heads]

@@ -22,9 +22,9 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param and not native.multiplies_pairs():
         pytest.skip("this CPU has no such instruction")
     monkeypatch.setattr(native, "multiplies_pairs", lambda: request.param)
-    codes_products._kernels.cache_clear()
+    codes_products._kernel.cache_clear()
     yield
-    codes_products._kernels.cache_clear()
+    codes_products._kernel.cache_clear()
 
 
 def codes_of(rows: int, columns: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -128,7 +128,10 @@ def test_packed_experts_are_cut_alike_for_any_number_of_rows(
     for first, width, depth in ((True, inner, hidden), (False, hidden, inner)):
         packed = random_packed(kind, 1, depth, dtype, torch.device("cpu"))
         form = codes.form_of(TiledWeight(packed, tiling_of(packed, lane_columns=target.lane_columns)))
-        heights = [(rows, experts.tile_height(rows, chosen, count, size, target)) for rows in (1, 8, 16, 17, 64, 512)]
+        forms = [form, form]
+        heights = [
+            (rows, experts.tile_height(rows, chosen, count, forms, size, target)) for rows in (1, 8, 16, 17, 64, 512)
+        ]
         cuts = [
             experts.choose_packed(form, width, depth, first, chosen, size, rows, height, target)
             for rows, height in heights
