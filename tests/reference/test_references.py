@@ -5,6 +5,7 @@ plain recurrence, and the sampling distribution with the logits processors of tr
 """
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers.generation as hf
 
+from tests.combinations import others_slow
 from tests.reference import checkpoints, distribution, storage, target
 
 PROMPT = checkpoints.random_prompts(256, 1, seed=3, lengths=[12])[0]
@@ -39,8 +41,9 @@ def test_checkpoints_load_completely(write: Callable[..., Path], options: dict[s
     assert 1.0 < float(rows.std()) < 8.0
 
 
-@pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "write"), others_slow(product([False, True], WRITERS), [(False, checkpoints.write_qwen3)])
+)
 def test_greedy_is_varied_with_clear_margins(write: Callable[..., Path], tied: bool, tmp_path: Path) -> None:
     model = target.load(write(tmp_path / "m", tied=tied))
     prompt, tokens = target.clear_prompt(model, 12, 200)

@@ -74,7 +74,9 @@ def test_a_worker_starts_without_a_compiler() -> None:
 
 
 @pytest.mark.usefixtures("own_processes")
-@pytest.mark.parametrize(("told", "policy"), [(None, "PASSIVE"), ("active", "ACTIVE")])
+@pytest.mark.parametrize(
+    ("told", "policy"), [(None, "PASSIVE"), pytest.param("active", "ACTIVE", marks=pytest.mark.slow)]
+)
 def test_threads_wait_asleep_unless_told_otherwise(told: str | None, policy: str) -> None:
     """OpenMP itself says so: torch's threads must not look for work on cores that others need."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}

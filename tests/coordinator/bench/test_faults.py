@@ -182,6 +182,7 @@ def test_what_is_counted_while_nothing_befalls_anybody() -> None:
         assert not replace(clean, **{field: 1}).is_clean
 
 
+@pytest.mark.slow
 def test_links_are_cut_in_a_network_of_its_own_alone(tmp_path: Path) -> None:
     """That of the machine is left alone, with what to do; where programs are missing, these are named."""
     asked = "from coordinator.bench.faults.switch import why_no_switch; print(why_no_switch())"

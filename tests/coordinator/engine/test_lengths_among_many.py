@@ -80,7 +80,7 @@ def tokens_per_s(
     [
         (4, (0.83,), 0.9),
         (16, (0.83,), 0.88),
-        (64, (0.83,), 0.88),
+        pytest.param(64, (0.83,), 0.88, marks=pytest.mark.slow),
         pytest.param(16, (0.6,), 0.88, marks=pytest.mark.slow),
         pytest.param(16, (0.95,), 0.9, marks=pytest.mark.slow),
         (16, (0.2, 0.95), 1.0),

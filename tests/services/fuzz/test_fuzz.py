@@ -52,7 +52,7 @@ from tests.services.fuzz.random_messages import RandomStreams
 OPEN = OpenSession("r", "f00d", 0, LayerRange(0, 2), (), 512, 128, 16, 3, draft=DraftRoute())
 
 
-@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("tensors", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_stage_frames_on_a_fake(tensors: bool, serve: Serve, dial: Dial) -> None:
     """Random streams to a stage are answered in kind, and each opened session is freed exactly once."""
 

@@ -249,7 +249,9 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(SAMPLINGS)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+)
 async def test_stage_frames_on_a_chain(number: int, engine: Engine, dial: Dial) -> None:
     """Random streams to the first of two real stages blame the caller, and leave both and the draft in order."""
     streams = RandomStreams(f"random chain {number}", stage_pb.RunStageRequest, hints(engine))

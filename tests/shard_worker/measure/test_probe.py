@@ -54,7 +54,10 @@ def test_every_kind_of_layer_is_measured(tiny: Tiny, name: str, kinds: set[str])
     assert 0 < speed.free_bytes <= speed.total_bytes
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "laguna", "gemma4-experts"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", "gemma4-experts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "laguna"))],
+)
 @torch.inference_mode()
 def test_experts_beside_a_gpu_are_measured_on_its_host(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real layers of which the device has all else; a CPU, and a dense model, have no such figures."""

@@ -148,7 +148,12 @@ def prepared(role: TargetRole, wanted: LoadTarget) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "of_fewer"), [("qwen3", False), ("qwen3-tied", False), ("qwen3_5", False), ("gemma4-inputs", True)]
+    ("name", "of_fewer"),
+    [
+        ("qwen3_5", False),
+        ("gemma4-inputs", True),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("qwen3", "qwen3-tied")),
+    ],
 )
 def test_what_exact_sessions_will_ask_for_is_tried_out_at_loading(
     role: TargetRole, tiny: Tiny, name: str, of_fewer: bool, monkeypatch: pytest.MonkeyPatch
@@ -397,7 +402,7 @@ def test_the_fingerprint_is_the_checkpoints(role: TargetRole, tiny: Tiny, tmp_pa
     assert described.fingerprint != seen[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
 def test_layers_that_are_held_are_not_read_again(role: TargetRole, tiny: Tiny, name: str) -> None:
     """A worker that holds all layers makes any stage of them, and one that holds a stage reads only what a longer one
     has beside it, with the logits of one that read everything; in another element type all are read."""

@@ -20,6 +20,7 @@ from services.messages.sampling import SamplingParams
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.drawing import Candidates, candidates, race, race_key
 from shard_worker.sampling.sampler import Sampler
+from tests.combinations import covering
 from tests.reference import distribution, target
 from tests.shard_worker.tiny import Run, Tiny, load_stage
 
@@ -163,10 +164,16 @@ def unrelated(seed: int, _truth: Sequence[int]) -> tuple[int, ...]:
     return ((seed * 7 + 3) % VOCAB, (seed // 5) % VOCAB)
 
 
-@pytest.mark.parametrize("name", ["plain", "top-p", "everything"])
 @pytest.mark.parametrize(
-    ("script", "fewest", "most"),
-    [(wrong, 1.0, 1.0), (right, 3.0, 3.0), (right_then_wrong, 2.0, 2.0), (unrelated, 1.1, 1.6)],
+    ("script", "fewest", "most", "name"),
+    covering(
+        (
+            (*script, name)
+            for name in ("everything", "plain", "top-p")
+            for script in ((unrelated, 1.1, 1.6), (right_then_wrong, 2.0, 2.0), (wrong, 1.0, 1.0), (right, 3.0, 3.0))
+        ),
+        1,
+    ),
 )
 def test_draft_tokens_change_no_token(
     next_logits: NextLogits, name: str, script: Script, fewest: float, most: float

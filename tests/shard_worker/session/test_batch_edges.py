@@ -84,7 +84,7 @@ def batches_to(chain: Chain, stage: int) -> list[int]:
     return [len(batch.steps) for batch in upper.sent]
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+@pytest.mark.parametrize(("name", "cuts"), [pytest.param("qwen3", (1,), marks=pytest.mark.slow), ("qwen3_5", (1, 3))])
 async def test_answers_are_those_of_each_alone(
     new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...]
 ) -> None:
@@ -105,7 +105,7 @@ async def test_answers_are_those_of_each_alone(
         assert (sum(to_last), len(to_last) <= len(to_second)) == (sum(to_second), True)
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), pytest.param("qwen3_5", (1, 3), marks=pytest.mark.slow)])
 async def test_steps_begin_before_the_results_of_others_are_there(
     new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
 ) -> None:
@@ -134,7 +134,7 @@ async def test_steps_begin_before_the_results_of_others_are_there(
     pytest.fail(f"sessions of steps behind others: {behind}")
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+@pytest.mark.parametrize(("name", "cuts"), [pytest.param("qwen3", (1,), marks=pytest.mark.slow), ("qwen3_5", (1, 3))])
 async def test_drafted_steps_begin_before_the_results_of_others_are_there(
     new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
 ) -> None:
@@ -174,7 +174,7 @@ async def test_drafted_steps_begin_before_the_results_of_others_are_there(
     pytest.fail(f"drafted steps before others, on each stage: {[*behind.values()]}")
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+@pytest.mark.parametrize(("name", "cuts"), [pytest.param("qwen3", (1,), marks=pytest.mark.slow), ("qwen3_5", (1, 3))])
 async def test_prepared_steps_begin_as_they_come(
     new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, name: str, cuts: tuple[int, ...]
 ) -> None:

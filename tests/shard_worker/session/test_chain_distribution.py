@@ -3,6 +3,7 @@ tokens are chosen."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from coordinator.engine.prompt_lookup import PromptLookup
 from services.messages.sampling import SamplingParams
+from tests.combinations import others_slow
 from tests.reference import checkpoints, distribution, target
 from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
 from tests.shard_worker.chain import Answer, Chain
@@ -68,16 +70,7 @@ def expected(pair: tuple[Path, Path]) -> dict[tuple[int, ...], distribution.Arra
 
 @pytest.mark.parametrize(
     ("cuts", "drafted", "setting"),
-    [
-        ((), True, "all"),
-        ((1,), False, "all"),
-        ((1,), True, "temperature"),
-        pytest.param((), False, "temperature", marks=pytest.mark.slow),
-        pytest.param((), False, "all", marks=pytest.mark.slow),
-        pytest.param((), True, "temperature", marks=pytest.mark.slow),
-        pytest.param((1,), False, "temperature", marks=pytest.mark.slow),
-        pytest.param((1,), True, "all", marks=pytest.mark.slow),
-    ],
+    others_slow(product([(), (1,)], [False, True], SETTINGS), [((1,), True, "all")]),
 )
 async def test_first_three_tokens_follow_the_enumerated_distribution(
     pair: tuple[Path, Path], cuts: tuple[int, ...], drafted: bool, setting: str
@@ -105,9 +98,9 @@ async def test_first_three_tokens_follow_the_enumerated_distribution(
     assert not drafted or accepted > DRAWS / 20
 
 
-# Those of DSpark share all but how a row's logits are made.
+# Whatever chooses them, one way of accepting them is tested; sessions with each are tested for their tokens by default.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("dspark-") else ()) for name in CHOOSERS]
+    "name", [pytest.param(name, marks=() if name == "dflash2" else pytest.mark.slow) for name in CHOOSERS]
 )
 async def test_each_way_of_choosing_draft_tokens_leaves_the_distribution(
     pair: tuple[Path, Path], expected: dict[tuple[int, ...], distribution.Array], tmp_path: Path, name: str
@@ -131,6 +124,7 @@ async def test_each_way_of_choosing_draft_tokens_leaves_the_distribution(
     assert {token for answer in answers for token in answer.tokens} == {*range(VOCAB)}
 
 
+@pytest.mark.slow
 async def test_draft_tokens_that_are_looked_up_leave_the_distribution(
     pair: tuple[Path, Path], expected: dict[tuple[int, ...], distribution.Array]
 ) -> None:

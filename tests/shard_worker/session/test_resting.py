@@ -23,6 +23,7 @@ from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.resting import RestingSessions
 from shard_worker.session.sent_rows import RowBudget, SentRows
 from shard_worker.stage.stage import StageState
+from tests.combinations import covering
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
 from tests.shard_worker.session.watched_stage import watch
 from tests.shard_worker.tiny import ids
@@ -110,9 +111,15 @@ LOST = [((2,), 1), ((2,), 0), ((1, 3), 2), ((1, 3), 1), ((1, 3), 0)]
 """Where the layers are cut, and which stage is lost."""
 
 
-@pytest.mark.parametrize("drafted", [False, True, HeadPlace.LOADED])
-@pytest.mark.parametrize(("cuts", "lost"), LOST)
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "cuts", "lost", "drafted"),
+    covering(
+        (name, cuts, lost, drafted)
+        for name in ("qwen3_5", "qwen3")
+        for cuts, lost in LOST
+        for drafted in (False, True, HeadPlace.LOADED)
+    ),
+)
 async def test_only_the_lost_stage_computes_anew(
     name: str, cuts: tuple[int, ...], lost: int, drafted: bool | HeadPlace, make_chain: MakeChain
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from services.messages.sampling import SamplingParams
 from services.messages.steps import StepKind
 from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.stage.stage import StageState
+from tests.combinations import covering, others_slow
 from tests.reference import target
 from tests.reference.dense_draft import DenseDraft
 from tests.shard_worker.chain import BLOCK, CAPTURED, Chain, Client, MakeChain
@@ -23,7 +25,7 @@ from tests.shard_worker.tiny import Tiny, ids
 
 SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
 PREFILL, DECODE, VERIFY = StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY
-COUNT = 100
+COUNT = 64
 CUTS = {
     "qwen3-sliding": [(), (2,), (1, 3)],
     "qwen3_5": [(), (3,), (2, 5)],
@@ -36,12 +38,14 @@ SPECULATED = [
     ("gpt_oss", (1, 2, 3), SUM),
     ("laguna", (1, 2, 3), SUM),
 ]
+USUAL = [("qwen3-sliding", (1, 3)), ("qwen3_5", (3,)), ("llama", (1,))]
+"""Of each family a split by which everything is tested by default."""
 
 
 # --- tokens
 
 
-@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize(("name", "cuts"), others_slow(SPLITS, [("qwen3_5", ()), *USUAL]))
 async def test_plain_tokens_are_those_of_transformers(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:
@@ -52,7 +56,7 @@ async def test_plain_tokens_are_those_of_transformers(
         assert await client.plain(prompt, COUNT) == expected
 
 
-@pytest.mark.parametrize(("name", "cuts", "transport"), SPECULATED)
+@pytest.mark.parametrize(("name", "cuts", "transport"), covering(SPECULATED, 1))
 async def test_speculated_tokens_are_those_of_transformers(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:
@@ -94,8 +98,9 @@ def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[i
     return [token if i < wrong else (token + 1 + i) % 250 for i, token in enumerate(draft_tokens)]
 
 
-@pytest.mark.parametrize(("name", "cuts"), SPLITS)
-@pytest.mark.parametrize("wrong", [0, 3, BLOCK])
+@pytest.mark.parametrize(
+    ("name", "cuts", "wrong"), covering([(*split, wrong) for wrong in (0, 3, BLOCK) for split in SPLITS], 1)
+)
 async def test_any_draft_tokens_give_the_same_tokens(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], wrong: int
 ) -> None:
@@ -110,7 +115,12 @@ async def test_any_draft_tokens_give_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    ("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3)), ("qwen3_5_moe", (1, 3)), ("gpt_oss", (1, 3))]
+    ("name", "cuts"),
+    [
+        ("qwen3_5", (3,)),
+        ("qwen3-sliding", (1, 3)),
+        *(pytest.param(name, (1, 3), marks=pytest.mark.slow) for name in ("qwen3_5_moe", "gpt_oss")),
+    ],
 )
 async def test_draft_tokens_that_go_wrong_at_every_index_in_turn(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
@@ -130,7 +140,9 @@ async def test_draft_tokens_that_go_wrong_at_every_index_in_turn(
     assert {len(tokens) for tokens in answer.verified} >= {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(64, marks=pytest.mark.slow)]
+)
 async def test_a_prompt_may_come_in_chunks(tiny: Tiny, make_chain: MakeChain, chunk: int) -> None:
     """A prompt prefilled in chunks is followed by the tokens of one prefilled at once, draft tokens included."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 100, 20)
@@ -145,8 +157,10 @@ async def test_a_prompt_may_come_in_chunks(tiny: Tiny, make_chain: MakeChain, ch
     assert proposals[0] == proposals[1]
 
 
-@pytest.mark.parametrize("transport", [SUM, SLICES])
-@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, GEMMA[0]])
+@pytest.mark.parametrize(
+    ("name", "cuts", "transport"),
+    covering([(*split, transport) for split in (*USUAL, GEMMA[0], *SPLITS) for transport in (SUM, SLICES)], 1),
+)
 async def test_proposals_are_those_of_the_dense_draft(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:
@@ -178,9 +192,10 @@ async def test_proposals_are_those_of_the_dense_draft(
     assert compared > 30
 
 
-@pytest.mark.parametrize("transport", [SUM, SLICES])
-@pytest.mark.parametrize("place", [HeadPlace.LOADED, HeadPlace.PROJECTED])
-@pytest.mark.parametrize("cuts", [(), (3,)])
+@pytest.mark.parametrize(
+    ("cuts", "place", "transport"),
+    covering(product([(), (3,)], [HeadPlace.LOADED, HeadPlace.PROJECTED], [SUM, SLICES]), 1),
+)
 async def test_a_draft_of_its_own_worker_proposes_alike(
     tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
 ) -> None:
@@ -195,7 +210,7 @@ async def test_a_draft_of_its_own_worker_proposes_alike(
     assert answers[0].proposals == answers[1].proposals
 
 
-@pytest.mark.parametrize("cuts", [(), (3,)])
+@pytest.mark.parametrize("cuts", [pytest.param((), marks=pytest.mark.slow), (3,)])
 async def test_a_draft_with_fewer_tokens_than_the_target(
     tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...]
 ) -> None:
@@ -233,7 +248,10 @@ async def test_a_draft_that_chooses_by_what_stands_before(
         assert answer.proposals == answers[0].proposals
 
 
-@pytest.mark.parametrize("draft_tokens", range(1, BLOCK))
+@pytest.mark.parametrize(
+    "draft_tokens",
+    [pytest.param(count, marks=pytest.mark.slow if 2 < count < BLOCK - 1 else ()) for count in range(1, BLOCK)],
+)
 async def test_blocks_of_every_size(tiny: Tiny, make_chain: MakeChain, draft_tokens: int) -> None:
     """Asking the draft for fewer draft tokens than its block holds gives shorter proposals and the same tokens."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 12, 30)
@@ -263,8 +281,9 @@ SAMPLINGS = [
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        *(("qwen3_5", sampling) for sampling in SAMPLINGS),
+        ("qwen3_5", SAMPLINGS[1]),
         ("qwen3-sliding", SAMPLINGS[2]),
+        *(pytest.param("qwen3_5", SAMPLINGS[place], marks=pytest.mark.slow) for place in (0, 2, 3)),
         *(pytest.param("qwen3-sliding", SAMPLINGS[place], marks=pytest.mark.slow) for place in (0, 1, 3)),
     ],
 )
@@ -392,7 +411,7 @@ async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) 
 # --- sessions side by side
 
 
-@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("drafted", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, make_chain: MakeChain, drafted: bool) -> None:
     """Two requests on the same stages and draft, which take turns, get the tokens that each gets alone."""
     prompts = [tiny.clear_prompt("qwen3_5", 12, COUNT), tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)]
@@ -407,6 +426,7 @@ async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, make_chain: M
     assert answers == [truth[:60] for _, truth in prompts]
 
 
+@pytest.mark.slow
 async def test_a_request_leaves_nothing_behind(tiny: Tiny, make_chain: MakeChain) -> None:
     """A request gets the same tokens and draft tokens again after another one has run."""
     chain = make_chain("qwen3_5", (3,), True)
@@ -425,7 +445,9 @@ def states() -> list[object]:
     return [thing for thing in gc.get_objects() if type(thing) in (StageState, DFlashState)]
 
 
-@pytest.mark.parametrize("finish", ["closed", "failed", "refused"])
+@pytest.mark.parametrize(
+    "finish", ["closed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("failed", "refused"))]
+)
 async def test_memory_returns_when_a_session_ends(tiny: Tiny, make_chain: MakeChain, finish: str) -> None:
     """After closing, however the session ended, no stage holds its caches and none counts it as open."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)

@@ -23,6 +23,7 @@ from services.messages.steps import Grammar, GrammarKind, OpenSession, StepKind
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
+from tests.combinations import others_slow
 from tests.reference import distribution, target
 from tests.shard_worker.chain import Chain, Client, MakeChain
 from tests.shard_worker.schemas import fits
@@ -113,8 +114,12 @@ async def answer(client: Client, prompt: list[int], propose: int, most: int = MO
     return tokens[:most]
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    others_slow(
+        product(GRAMMARS, (0.0, 1.0)), [("enum", 1.0), ("nested", 0.0), ("unicode", 0.0), ("regex", 1.0), ("lark", 0.0)]
+    ),
+)
 async def test_outputs_conform_and_are_the_same_everywhere(
     demo: Callable[[tuple[int, ...]], Chain], tokenizer: tokenizers.Tokenizer, name: str, temperature: float
 ) -> None:

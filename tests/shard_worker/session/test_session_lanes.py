@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from services.errors import FlashsplitError, ResourceExhausted
 from services.messages.steps import Failure, Forward, StepKind
 from shard_worker.stage.stage import StageState
 from shard_worker.stage.step_graph import StepRows
+from tests.combinations import covering
 from tests.shard_worker.chain import BLOCK, Chain, Client, Lane
 from tests.shard_worker.session.session_memory import Memory, differing, memory_of, stages_of
 from tests.shard_worker.session.test_following import follow, tokens_of
@@ -72,9 +74,7 @@ async def run(chain: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
     return produced, memory
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize(("name", "drafted", "cuts"), covering(product(["qwen3", "qwen3_5"], [False, True], CUTS)))
 async def test_the_same_steps(new_chain: Callable[..., Chain], name: str, drafted: bool, cuts: tuple[int, ...]) -> None:
     """Tokens, and every row and state of every stage, are the same bit for bit, whether lanes carry all steps, none,
     or one in two."""
@@ -156,8 +156,7 @@ async def until_failure(client: Client) -> None:
             raise FlashsplitError(event.message)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "drafted"), covering(product(WRONG, [False, True]), 1))
 async def test_what_does_not_fit_ends_the_session(new_chain: Callable[..., Chain], wrong: str, drafted: bool) -> None:
     """A neighbour that sends another step than the next one is refused by name of the stage; the chain lives on."""
     chain = new_chain("qwen3_5", (1, 3), drafted=drafted, carries=always)
@@ -179,14 +178,20 @@ async def test_what_does_not_fit_ends_the_session(new_chain: Callable[..., Chain
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (ResourceExhausted("the device has no memory left"), "no memory left"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "no memory left"),
-        (ZeroDivisionError("a mistake of ours"), "internal error"),
-    ],
+    ("stage", "error", "words"),
+    covering(
+        (
+            (stage, *error)
+            for stage in (0, 1, 2)
+            for error in (
+                (ResourceExhausted("the device has no memory left"), "no memory left"),
+                (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "no memory left"),
+                (ZeroDivisionError("a mistake of ours"), "internal error"),
+            )
+        ),
+        1,
+    ),
 )
-@pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_an_error_in_the_midst_reaches_the_reader(
     new_chain: Callable[..., Chain], stage: int, error: Exception, words: str
 ) -> None:

@@ -11,6 +11,7 @@ from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
 from services.messages.steps import StepKind, TokenLogprobs
 from shard_worker.sampling.logprobs import token_logprobs
+from tests.combinations import covering
 from tests.reference import target
 from tests.shard_worker.chain import BLOCK, Client, MakeChain
 from tests.shard_worker.tiny import Tiny
@@ -80,8 +81,9 @@ async def test_accepted_draft_tokens_have_them_too(
     check(tiny, name, prompt, tokens, [*first.logprobs, *block.logprobs])
 
 
-@pytest.mark.parametrize(("name", "cuts"), SPLITS)
-@pytest.mark.parametrize("propose", [0, BLOCK - 1])
+@pytest.mark.parametrize(
+    ("name", "cuts", "propose"), covering([(*split, propose) for propose in (BLOCK - 1, 0) for split in SPLITS], 1)
+)
 async def test_processors_are_not_counted_in(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], propose: int
 ) -> None:

@@ -16,6 +16,7 @@ from services.errors import ResourceExhausted
 from services.messages.steps import StepKind
 from shard_worker.device.devices import Device, parse_devices
 from shard_worker.stage.stage import StageState
+from tests.combinations import covering
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
 from tests.shard_worker.session.session_memory import differing, draft_of, memory_of, stages_of
 from tests.shard_worker.session.test_following import follow
@@ -48,8 +49,17 @@ def pages(monkeypatch: pytest.MonkeyPatch, make_chain: MakeChain) -> Iterator[No
         chain.free_snapshots()
 
 
-@pytest.mark.parametrize("draft", ["session", "sliding"])
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", (3,)), ("qwen3-sliding", (3,)), ("gpt_oss", ())])
+@pytest.mark.parametrize(
+    ("name", "cuts", "draft"),
+    covering(
+        (
+            (name, cuts, draft)
+            for name, cuts in (("qwen3", ()), ("qwen3_5", (3,)), ("qwen3-sliding", (3,)), ("gpt_oss", ()))
+            for draft in ("session", "sliding")
+        ),
+        1,
+    ),
+)
 async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
 ) -> None:

@@ -14,6 +14,7 @@ from services.errors import FailedPrecondition
 from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Forward, Proposal, SnapshotSave, SnapshotSaved, StepKind
+from tests.combinations import covering, others_slow
 from tests.shard_worker.chain import BLOCK, Client, MakeChain
 from tests.shard_worker.session.session_memory import Memory, differing, distance, memory_of, stages_of
 from tests.shard_worker.tiny import Tiny, ids
@@ -27,6 +28,15 @@ SPLITS = [
     for count in range(3)
     for cuts in combinations(range(1, layers), count)
 ]
+USUAL = [
+    *(
+        ("qwen3", cuts, drafted)
+        for cuts, drafted in (((), True), ((1,), False), ((2,), True), ((3,), False), ((1, 3), True))
+    ),
+    *(("qwen3_5", (cut,), cut % 4 == 1) for cut in (1, 3, 4, 5, 7)),
+    *(("qwen3_5", cuts, drafted) for cuts, drafted in (((), False), ((2, 5), True), ((3, 4), False), ((5, 7), False))),
+]
+"""Splits by default: every cut of two stages, a few into three, with and without a draft."""
 LENGTHS = (7, 18, 30)
 """Where prefixes are kept; the chunks end there too."""
 
@@ -80,10 +90,13 @@ def forgotten(make_chain: MakeChain) -> Iterator[None]:
 # Of three stages the draft sees the last one's captures alone, wherever the first one ends.
 @pytest.mark.parametrize(
     ("name", "cuts", "drafted"),
-    [
-        *((*split, False) for split in SPLITS),
-        *((*split, True) for split in SPLITS if len(split[1]) < 2 or split[1][0] < 3),
-    ],
+    others_slow(
+        [
+            *((*split, False) for split in SPLITS),
+            *((*split, True) for split in SPLITS if len(split[1]) < 2 or split[1][0] < 3),
+        ],
+        USUAL,
+    ),
 )
 async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool
@@ -120,7 +133,7 @@ async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
         ("all-sliding", HeadPlace.PROJECTED, SLICES),
     ],
 )
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3", ())])
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), pytest.param("qwen3", (), marks=pytest.mark.slow)])
 async def test_any_draft_goes_on_as_well(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str, place: HeadPlace, transport: FeatureTransport
 ) -> None:
@@ -248,9 +261,15 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", (3,)), ("qwen3_5", (2, 5))])
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(
+    ("name", "cuts", "drafted", "sampling"),
+    covering(
+        (name, cuts, drafted, sampling)
+        for drafted in (False, True)
+        for name, cuts in (("qwen3", ()), ("qwen3_5", (3,)), ("qwen3_5", (2, 5)))
+        for sampling in SAMPLINGS
+    ),
+)
 async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool, sampling: SamplingParams
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from services.messages.description import HeadPlace
 from services.messages.steps import Proposal, StepKind
+from tests.combinations import covering
 from tests.shard_worker.chain import BLOCK, Chain, MakeChain
 from tests.shard_worker.tiny import ids
 
@@ -54,17 +55,23 @@ async def proposals(
 
 
 @pytest.mark.parametrize(
-    ("cuts", "options"),
-    [
-        pytest.param((), {}, id="one stage"),
-        pytest.param((), {"place": HeadPlace.LOADED}, id="draft apart"),
-        pytest.param((1, 3), {}, id="streams"),
-        pytest.param((1, 3), {"place": HeadPlace.PROJECTED}, id="streams, draft apart"),
-        pytest.param((1, 3), {"carries": always}, id="lanes"),
-        pytest.param((1, 3), {"carries": always, "carries_batch": always}, id="together"),
-    ],
+    ("name", "cuts", "options"),
+    covering(
+        (
+            (name, *way)
+            for name in ("qwen3", "qwen3_5")
+            for way in (
+                ((), {}),
+                ((), {"place": HeadPlace.LOADED}),
+                ((1, 3), {}),
+                ((1, 3), {"place": HeadPlace.PROJECTED}),
+                ((1, 3), {"carries": always}),
+                ((1, 3), {"carries": always, "carries_batch": always}),
+            )
+        ),
+        1,
+    ),
 )
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 async def test_what_few_accepted_tokens_spare(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], options: dict[str, Any]
 ) -> None:

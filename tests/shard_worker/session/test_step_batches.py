@@ -29,6 +29,7 @@ from shard_worker.sampling.acceptance import accept
 from shard_worker.session.last_stage import LastStageDeviceSession
 from shard_worker.stage.stage import StepInput
 from shard_worker.stage.step_graph import StepPart
+from tests.combinations import others_slow
 from tests.shard_worker.chain import BLOCK, Chain, Client
 from tests.shard_worker.model.kernels.machine import ON_GPU
 from tests.shard_worker.session.test_following import follow, tokens_of
@@ -116,8 +117,13 @@ async def assert_alike_alone_and_together(chain: Chain, **fields: Any) -> None:
         pytest.fail(f"steps computed together on each stage: {counts}")
 
 
-@pytest.mark.parametrize(("cuts", "lanes"), [((), False), ((1, 3), False), ((1, 3), True)])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "cuts", "lanes"),
+    others_slow(
+        [(name, *way) for name in ("qwen3", "qwen3_5") for way in (((), False), ((1, 3), False), ((1, 3), True))],
+        [("qwen3_5", (), False), ("qwen3", (1, 3), False), ("qwen3_5", (1, 3), True)],
+    ),
+)
 async def test_answers_are_those_of_each_alone(
     new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...], lanes: bool
 ) -> None:
@@ -128,8 +134,17 @@ async def test_answers_are_those_of_each_alone(
     await assert_alike_alone_and_together(chain, batch_invariant_rows=16)
 
 
-@pytest.mark.parametrize("takes", ["all", "some", "none"])
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", ()), ("qwen3", (1, 3)), ("qwen3_5", (2,))])
+@pytest.mark.parametrize(
+    ("name", "cuts", "takes"),
+    others_slow(
+        [
+            (name, cuts, takes)
+            for name, cuts in (("qwen3", ()), ("qwen3_5", ()), ("qwen3", (1, 3)), ("qwen3_5", (2,)))
+            for takes in ("all", "some", "none")
+        ],
+        [("qwen3", (), "none"), ("qwen3_5", (), "some"), ("qwen3", (1, 3), "some"), ("qwen3_5", (2,), "all")],
+    ),
+)
 async def test_answers_of_several_sessions_at_once(
     new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...], takes: str
 ) -> None:
@@ -152,7 +167,7 @@ async def test_answers_of_several_sessions_at_once(
     assert (max(chain.caller_way.sent, default=0) > 1) == (takes != "none")
 
 
-@pytest.mark.parametrize("cuts", [(), (1, 3)])
+@pytest.mark.parametrize("cuts", [pytest.param((), marks=pytest.mark.slow), (1, 3)])
 async def test_what_is_said_meanwhile_of_steps_that_the_event_loop_has_not_heard_of(
     new_chain: Callable[..., Chain], cuts: tuple[int, ...]
 ) -> None:
@@ -316,7 +331,7 @@ async def test_sessions_hold_no_logits_of_steps_together(new_chain: Callable[...
     assert max(counts[0]) > 1
 
 
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("most", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_what_is_too_much_for_one_step_is_computed_in_several(new_chain: Callable[..., Chain], most: int) -> None:
     """One behind the other, and one that is left for itself alone: it may be longer than several have room for."""
     chain = new_chain("qwen3_5", (), dtype="bfloat16")
@@ -347,7 +362,7 @@ async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[
 @pytest.mark.parametrize(
     ("by", "name"),
     [
-        ("torch", "qwen3"),
+        pytest.param("torch", "qwen3", marks=pytest.mark.slow),
         ("torch", "qwen3_5"),
         pytest.param("kernels", "qwen3", marks=pytest.mark.gpu),
         pytest.param("kernels", "qwen3_5", marks=pytest.mark.gpu),
@@ -481,7 +496,7 @@ class BlocksMadeAtOnce:
         return BlockMadeAtOnce(tokens, block)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
 async def test_blocks_are_verified_behind_steps_whose_results_are_not_read(
     new_chain: Callable[..., Chain], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

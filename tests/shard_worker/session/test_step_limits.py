@@ -16,6 +16,7 @@ from services.messages.steps import Commit, Forward, Proposal, StepKind, StepLim
 from shard_worker.batches import step_batches
 from shard_worker.session.following import MAX_MORE, StepLimits
 from shard_worker.stage.stage import StageState
+from tests.combinations import others_slow
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
 from tests.shard_worker.session.session_memory import stages_of
 from tests.shard_worker.session.test_following import tokens_of
@@ -111,15 +112,26 @@ async def assert_alike(chain: Chain, seed: int, proposes: Sequence[Sequence[int]
 
 
 @pytest.mark.parametrize(
-    ("cuts", "options"),
-    [
-        pytest.param((), {}, id="one stage"),
-        pytest.param((1, 3), {}, id="streams"),
-        pytest.param((1, 3), {"carries": always}, id="lanes"),
-        pytest.param((1, 3), {"carries": always, "carries_batch": always}, id="together"),
-    ],
+    ("name", "cuts", "options"),
+    others_slow(
+        [
+            (name, *way)
+            for name in ("qwen3", "qwen3_5")
+            for way in (
+                ((), {}),
+                ((1, 3), {}),
+                ((1, 3), {"carries": always}),
+                ((1, 3), {"carries": always, "carries_batch": always}),
+            )
+        ],
+        [
+            ("qwen3_5", (), {}),
+            ("qwen3", (1, 3), {}),
+            ("qwen3", (1, 3), {"carries": always}),
+            ("qwen3_5", (1, 3), {"carries": always, "carries_batch": always}),
+        ],
+    ),
 )
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 async def test_changes_at_any_moment_change_no_token(
     new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...], options: dict[str, Any]
 ) -> None:
@@ -129,7 +141,7 @@ async def test_changes_at_any_moment_change_no_token(
     await assert_alike(chain, len(name) + len(cuts) + len(options), proposes)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
 async def test_changes_behind_steps_that_were_launched_ahead_change_no_token(
     new_chain: Callable[..., Chain], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +154,7 @@ async def test_changes_behind_steps_that_were_launched_ahead_change_no_token(
     assert max(blocks.behind) > 1
 
 
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("cuts", [CUTS[0], pytest.param(CUTS[1], marks=pytest.mark.slow), CUTS[2]])
 async def test_steps_go_on_as_long_as_they_are_told_to(make_chain: MakeChain, cuts: tuple[int, ...]) -> None:
     """Told in time, they follow until the answer has its last token, though no second step is ever sent."""
     chain = make_chain("qwen3", cuts)

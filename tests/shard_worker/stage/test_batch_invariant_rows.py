@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from shard_worker.device.devices import best_devices
 from shard_worker.model.features import Features
 from shard_worker.stage.loader import CaptureRequest
 from shard_worker.weights.weight import DenseWeight
+from tests.combinations import covering, others_slow
 from tests.shard_worker.tiny import QWEN3, QWEN3_5, Run, Tiny, ids, load_split, load_stage
 
 ROWS = 16
@@ -69,9 +71,18 @@ def equal(own: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return len(own) == len(other) and all(map(torch.equal, own, other))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", [*QWEN3, *QWEN3_5])
+NAMES = [*QWEN3, *QWEN3_5]
+TYPES = list(product(["bfloat16", "float16", "float32"], [None, "float8_e4m3fn"]))
+
+
+# By default each model with two pairs of types, each pair with several models of both families.
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    others_slow(
+        [(name, *types) for name in NAMES for types in TYPES],
+        [(name, *TYPES[(number + more) % len(TYPES)]) for number, name in enumerate(NAMES) for more in (0, 3)],
+    ),
+)
 def test_verifies_are_plain_steps_to_the_bit(tiny: Tiny, name: str, dtype: str, kv_dtype: str | None) -> None:
     """Logits of all rows that count, and the state behind them, of every family in every element type."""
     stage = load_stage(tiny.path(name), dtype=dtype, kv_dtype=kv_dtype)
@@ -100,9 +111,21 @@ def test_so_they_are_with_matrices_as_they_are(
 
 
 @pytest.mark.parametrize(
-    ("name", "cuts"), [("qwen3-sliding", (1, 3)), ("qwen3_5", (3,)), ("qwen3_5", (1, 4, 6)), ("qwen3_moe", (2,))]
+    ("name", "cuts", "summed"),
+    covering(
+        (
+            (name, cuts, summed)
+            for name, cuts in (
+                ("qwen3-sliding", (1, 3)),
+                ("qwen3_5", (3,)),
+                ("qwen3_5", (1, 4, 6)),
+                ("qwen3_moe", (2,)),
+            )
+            for summed in (True, False)
+        ),
+        1,
+    ),
 )
-@pytest.mark.parametrize("summed", [True, False])
 def test_so_they_are_over_several_stages_with_captures(
     tiny: Tiny, name: str, cuts: tuple[int, ...], summed: bool
 ) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from coordinator.api.http.kept_answers import KeptAnswers
 from coordinator.api.http.reply_forms import new_answers
 from coordinator.journal.directory import Journal
 from services.errors import InvalidArgument, Unavailable
+from tests.combinations import covering
 from tests.coordinator.api.http.conftest import Client, Connect
 from tests.coordinator.fakes import Script, ScriptedSession, engine, says
 
@@ -174,8 +176,7 @@ async def test_an_answer_without_a_key_waits_for_its_client(journaled: Any) -> N
     assert len(second.forwards[1].token_ids) > 1
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("steps", [0, 5, 12])
+@pytest.mark.parametrize(("path", "steps"), covering(product(BODIES, [5, 0, 12]), 1))
 async def test_a_server_that_is_started_again(journaled: Any, path: str, steps: int) -> None:
     """What a server had told when it ended, and what the next one tells, are one answer; that one goes on by itself."""
     undisturbed = await read(await journaled(Script(says(TEXT), logprob=-0.5)), path, BODIES[path])

@@ -26,6 +26,8 @@ ANSWERS = {
 }
 TEMPLATES = {"hermes": HERMES, "xml": XML}
 FORMATS = sorted(ANSWERS)
+one_format = pytest.mark.parametrize("url", ["hermes", pytest.param("xml", marks=pytest.mark.slow)], indirect=True)
+"""By default; parsers of all formats are tested with turns that are cut anywhere."""
 
 
 @pytest.fixture(params=FORMATS)
@@ -36,6 +38,7 @@ async def url(request: pytest.FixtureRequest, connect: Connect) -> tuple[str, in
     return str((await connect(served, network=True)).http.base_url), len(answer)
 
 
+@one_format
 async def test_chat_completions(url: tuple[str, int]) -> None:
     """A call so far with `length`, the same streamed and whole, and never a tag as text."""
     seen = set()
@@ -67,6 +70,7 @@ async def test_chat_completions(url: tuple[str, int]) -> None:
     assert len(seen) > 5
 
 
+@one_format
 async def test_responses(url: tuple[str, int]) -> None:
     """The call is an item that is incomplete, as the response is."""
     async with AsyncOpenAI(base_url=f"{url[0]}/v1", api_key="none", max_retries=0) as client:
@@ -92,6 +96,7 @@ def shown(item: Any) -> Any:
     return item.model_dump(exclude={"id", "call_id"})
 
 
+@one_format
 async def test_messages(url: tuple[str, int]) -> None:
     """`max_tokens` with a block whose input holds the members that are whole; streamed it is put together alike."""
     inputs = []

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from coordinator.text.parsers.tags import TAGS
 from coordinator.text.parsers.tools import new_parser
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
+from tests.combinations import others_slow
 from tests.coordinator.text.parsers.reading import ADD, NOW, TOOLS, WRITE, read
 
 llguidance = pytest.importorskip("llguidance")
@@ -204,8 +206,13 @@ def test_unusual_tools(name: str, single: bool) -> None:
     assert not matches(forced, write("n", n="five"), single)
 
 
-@both
-@formats
+@pytest.mark.parametrize(
+    ("name", "single"),
+    others_slow(
+        product(sorted(WRITERS), (False, True)),
+        ((name, number % 2 == 0 or name == "gemma4") for number, name in enumerate(sorted(WRITERS))),
+    ),
+)
 def test_whatever_is_generated_is_read_as_calls(name: str, single: bool) -> None:
     """Random tokens under the grammar's mask always make text that the parser reads as whole calls."""
     plain, guided = tokenizers(single)

@@ -202,12 +202,13 @@ def mutated(text: str, rng: random.Random) -> str:
     return text[: rng.randint(0, len(text))] if rng.random() < 0.3 else text
 
 
+@pytest.mark.parametrize("texts", [100, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
+def test_cuts_do_not_matter_and_nothing_raises(name: str, texts: int) -> None:
     """Spoiled text is read alike however it is cut, and never raises."""
     rng = random.Random(name + "mutated")
     template = ChatTemplate(TEMPLATES[name])
-    for _ in range(100 if name in ("glm45", "pythonic") else 400):
+    for _ in range(100 if name in ("glm45", "pythonic") else texts):
         text = mutated(template.render([random_turn(rng)]), rng)
         whole = read(parser(name), [text])
         for longest in (1, 4, 30):
@@ -217,13 +218,22 @@ def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FORMATS]
 )
-@settings(max_examples=40)
-@given(seed=strategies.integers(0, 2**32))
-def test_a_turn_that_is_cut_anywhere_never_shows_markup(name: str, seed: int) -> None:
+@pytest.mark.parametrize("turns", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_turn_that_is_cut_anywhere_never_shows_markup(name: str, turns: int) -> None:
     """Wherever the length ends a turn, its text and calls so far are there, and nothing of a tag is text.
 
     Only the last call may be a part, and its arguments begin as the whole ones do. In pieces it is read alike.
     """
+
+    @settings(max_examples=turns)
+    @given(seed=strategies.integers(0, 2**32))
+    def check(seed: int) -> None:
+        check_cuts(name, seed)
+
+    check()
+
+
+def check_cuts(name: str, seed: int) -> None:
     rng = random.Random(seed)
     turn = random_turn(rng)
     turn["content"] = turn["content"].replace("<", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, Weight
+from tests.combinations import others_slow
 from tests.reference import storage, target
 from tests.shard_worker.model.layers import family_runner
 from tests.shard_worker.tiny import (
@@ -85,8 +87,10 @@ def test_a_row_keeps_its_bits_whatever_stands_beside_it(tiny: Tiny, dtype: str) 
 IN_HOST = [*QWEN3_MOE, *HYBRID_EXPERTS, *GLM4_MOE, *GPT_OSS, *LAGUNA, "gemma4-experts"]
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize("name", IN_HOST)
+@pytest.mark.parametrize(
+    ("name", "share"),
+    others_slow(product(IN_HOST, (0.3, 1.0)), ((name, (0.3, 1.0)[number % 2]) for number, name in enumerate(IN_HOST))),
+)
 def test_experts_in_the_hosts_memory_give_the_same_bits(tiny: Tiny, name: str, share: float) -> None:
     """Some of them or all, of every family, where all products are a CPU's: chunks of a prompt, and rows that are
     verified."""
