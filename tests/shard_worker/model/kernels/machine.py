@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from shard_worker.cache.attention_cache import AttentionCache
@@ -25,6 +26,12 @@ def device() -> Device:
 TARGET = kernel_target(device().torch_device)
 LANE_COLUMNS = 0 if TARGET is None else TARGET.lane_columns
 """As packed matrices have them there."""
+
+
+def seldom(*values: Any) -> Any:
+    """A case that takes seconds where kernels are interpreted, and differs in a shape alone from one that does not:
+    there it runs only with the slow tests, on a GPU always."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def places_of(cache: AttentionCache, base: int, rows: int) -> Places:

@@ -10,7 +10,7 @@ from services.model.cached_tensors import PAGE_ROWS
 from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.device.devices import has_flash_attention
 from shard_worker.ops.attention import attend_with_sinks, flash_with_sinks
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of, seldom
 
 pytestmark = pytest.mark.gpu
 
@@ -43,8 +43,13 @@ def dense(
 SIZES = [*((dim, False) for dim in (16, 32, 64, 128, 256)), (64, True)]
 
 
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-@pytest.mark.parametrize(("dim", "has_sinks"), SIZES)
+@pytest.mark.parametrize(
+    ("dim", "has_sinks", "dtype"),
+    [
+        (pytest.param if case in ((16, False, DTYPE), (64, True, torch.float32)) else seldom)(*case)
+        for case in ((*size, dtype) for size in SIZES for dtype in (DTYPE, torch.float32))
+    ],
+)
 @torch.inference_mode()
 def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: torch.dtype) -> None:
     """For heads of every size, over a page's end, without sinks and with small and large ones: near the dense one, and
@@ -82,7 +87,7 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: tor
         assert torch.equal(torch.cat(alone), together)
 
 
-@pytest.mark.parametrize("window", [0, 200, 500])
+@pytest.mark.parametrize("window", [seldom(0), 200, seldom(500)])
 @torch.inference_mode()
 def test_programs_have_several_chunks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same bits as with a program for each, whether all of them can be seen or not."""

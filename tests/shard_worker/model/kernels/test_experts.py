@@ -16,7 +16,7 @@ from shard_worker.model.rows import RowOperations, Rows
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, Weight
-from tests.shard_worker.model.kernels.machine import DTYPE, LANE_COLUMNS, ON_GPU, device
+from tests.shard_worker.model.kernels.machine import DTYPE, LANE_COLUMNS, ON_GPU, device, seldom
 
 pytestmark = pytest.mark.gpu
 
@@ -212,8 +212,18 @@ def check(weights: ExpertsWeights, x: torch.Tensor, *, beside: bool = False) -> 
     return together[0]
 
 
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-@pytest.mark.parametrize("rows", [1, 3, 17, *([16, 64, 200, 512] if ON_GPU else [])])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        *(
+            (rows, dtype)
+            for rows in (1, 3, *((16, 64, 200, 512) if ON_GPU else ()))
+            for dtype in (DTYPE, torch.float32)
+        ),
+        (17, DTYPE),
+        seldom(17, torch.float32),
+    ],
+)
 def test_a_mixture_is_the_dense_one(rows: int, dtype: torch.dtype) -> None:
     """For one row, rows of one tile, and more; widths and depths that tiles do not divide."""
     weights = mixture(dtype=dtype)
@@ -222,7 +232,7 @@ def test_a_mixture_is_the_dense_one(rows: int, dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("alone", [False, True], ids=["sessions", "a session"])
-@pytest.mark.parametrize(("used", "rows"), [(0, 3), (2, 3), (3, 3), (5, 40), (29, 40)])
+@pytest.mark.parametrize(("used", "rows"), [(0, 3), (2, 3), (3, 3), seldom(5, 40), seldom(29, 40)])
 def test_unused_rows_have_no_experts(used: int, rows: int, alone: bool) -> None:
     """Whatever stands in them, no expert is read for them, and the other rows have the same bits."""
     from shard_worker.model.kernels import experts
@@ -257,14 +267,14 @@ def test_unused_rows_have_no_experts(used: int, rows: int, alone: bool) -> None:
     assert begun[:, 2].sum() == own.numel()
 
 
-@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("rows", [2, seldom(17)])
 def test_a_shared_expert_and_shares_as_they_are(rows: int) -> None:
     """The shared expert has another size; shares do not sum up to 1."""
     weights = mixture(shared=48, normalised=False)
     check(weights, rows_of(weights, rows))
 
 
-@pytest.mark.parametrize(("rows", "cap"), [(6, 1.5), (17, None)])
+@pytest.mark.parametrize(("rows", "cap"), [(6, 1.5), seldom(17, None)])
 def test_routers_of_sigmoids(rows: int, cap: float | None) -> None:
     """As GLM-4.5 and Laguna have them: biases decide which experts are chosen, some of which are far below 0; shares
     are scaled, and the shared expert has no gate."""
@@ -282,7 +292,7 @@ def test_routers_of_sigmoids(rows: int, cap: float | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("rows", [2, seldom(17)])
 def test_biases_and_clamped_gates(rows: int, dtype: torch.dtype) -> None:
     """Of the router and of both products; some gates and ups are cut off, and their slope is another one."""
     weights = mixture(clamped=ClampedSwiGlu(0.7, 1.702), dtype=dtype)
@@ -300,13 +310,13 @@ def beside_dense(weights: ExpertsWeights) -> ExpertsWeights:
     )
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, DTYPE), (3, torch.float32), (17, DTYPE)])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, DTYPE), (3, torch.float32), seldom(17, DTYPE)])
 def test_experts_beside_a_dense_part(rows: int, dtype: torch.dtype) -> None:
     """The router takes rows that have another norm, and nothing is added to what experts make."""
     check(beside_dense(mixture(dtype=dtype)), rows_of(mixture(), rows, dtype), beside=True)
 
 
-@pytest.mark.parametrize(("packed", "rows"), [(("q4_k", "q6_k"), 2), (("int4", "int4"), 17)])
+@pytest.mark.parametrize(("packed", "rows"), [(("q4_k", "q6_k"), 2), seldom(("int4", "int4"), 17)])
 def test_packed_experts_beside_a_dense_part(packed: tuple[str, str], rows: int) -> None:
     """Codes have offsets, so that sums of the rows are wanted, or none."""
     weights = beside_dense(mixture(4, 2, 128, 64, packed=packed))
@@ -317,7 +327,7 @@ def test_packed_experts_beside_a_dense_part(packed: tuple[str, str], rows: int) 
     ("packed", "rows"),
     [
         (("q4_k", "q6_k"), 1),
-        (("q6_k", "q4_k"), 17),
+        seldom(("q6_k", "q4_k"), 17),
         *(((kind, kind), 3) for kind in (KINDS if ON_GPU else ("int4", "q8_0", "fp8", "q2_k"))),
     ],
 )
@@ -327,6 +337,7 @@ def test_packed_experts(packed: tuple[str, str], rows: int) -> None:
     check(weights, rows_of(weights, rows))
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_parts_of_the_depth_are_summed_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a program for each and by one for all; with biases and clamped gates, as gpt-oss has them."""
@@ -388,15 +399,14 @@ def check_many(weights: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor | 
         assert torch.equal(found, turned.flip(0))
 
 
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, DTYPE), (1, torch.float32), (70, DTYPE), seldom(70, torch.float32)])
 def test_rows_of_a_prompt(rows: int, dtype: torch.dtype) -> None:
     """One row, and more than tiles have."""
     weights = mixture(dtype=dtype)
     check_many(weights, rows_of(weights, rows, dtype))
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "mxfp4"])
+@pytest.mark.parametrize("kind", ["q4_k", seldom("mxfp4")])
 def test_rows_of_a_prompt_through_packed_experts(kind: str) -> None:
     weights = mixture(
         4, 2, 128, 64, packed=(kind, kind), clamped=ClampedSwiGlu(0.7, 1.702) if kind == "mxfp4" else None
@@ -404,6 +414,7 @@ def test_rows_of_a_prompt_through_packed_experts(kind: str) -> None:
     check_many(weights, rows_of(weights, 40) * PACKED_NORM)
 
 
+@pytest.mark.slow
 def test_rows_of_a_prompt_may_go_to_the_same_experts() -> None:
     """So that others have none; experts have GELU in place of SiLU, and a shared one stands beside."""
     weights = mixture(shared=48)
@@ -415,6 +426,7 @@ def test_rows_of_a_prompt_may_go_to_the_same_experts() -> None:
     check_many(weights, rows_of(weights, 70), rows_of(weights, 70).flip(1))
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_layer_takes_rows_of_a_prompt_at_once() -> None:
     """As it takes them one expert after the other, with the router and the shared expert around, or scales of experts

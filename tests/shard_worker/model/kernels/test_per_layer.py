@@ -11,7 +11,7 @@ from shard_worker.stage.per_layer_rows import PerLayerRows
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.scaled_rows import scaled_rows
 from shard_worker.weights.weight import DenseWeight
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, seldom
 from tests.shard_worker.tiny import Tiny, ids, load_stage
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,7 @@ def test_a_product_gates_what_a_row_has_of_its_own(gelu: bool) -> None:
     assert nothing is None
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gemma4-experts", (0, 2)), ("gemma4-sharing", (2, 6))])
+@pytest.mark.parametrize(("name", "layers"), [seldom("gemma4-experts", (0, 2)), seldom("gemma4-sharing", (2, 6))])
 @torch.inference_mode()
 def test_layers_of_gemma_4_are_those_of_plain_torch(tiny: Tiny, name: str, layers: tuple[int, int]) -> None:
     """Experts beside a dense part; a later stage, with embeddings for each layer, some of which share keys and values:

@@ -14,7 +14,7 @@ from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.layer_weights import LayerTensors
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import DenseWeight
-from tests.shard_worker.model.kernels.machine import device
+from tests.shard_worker.model.kernels.machine import device, seldom
 from tests.shard_worker.model.kernels.test_block_convolution import blocks_of, random
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ CHOOSERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("counts", "reduced"), [([4], False), ([3, 0, 1, 4], True)])
+@pytest.mark.parametrize(("counts", "reduced"), [seldom([4], False), ([3, 0, 1, 4], True)])
 @pytest.mark.parametrize("name", CHOOSERS)
 @torch.inference_mode()
 def test_tokens_are_those_of_plain_torch(name: str, counts: list[int], reduced: bool) -> None:
