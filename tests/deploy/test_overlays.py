@@ -10,8 +10,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.cert_manager import v1 as cert_manager
-from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from pydantic import BaseModel
 
 from coordinator.cli.commands.serve import serve
@@ -37,6 +35,10 @@ def flags(arguments: list[str]) -> dict[str, str]:
 @everywhere
 def test_objects_are_valid(directory: Path) -> None:
     """By Kubernetes' own schemas, strictly, and by those that cert-manager and the Prometheus operator publish."""
+    # Seconds of imports, which every process that collects the tests would spend.
+    from cloudcoil.models.cert_manager import v1 as cert_manager
+    from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
+
     published: dict[str, Any] = {"cert-manager.io/v1": cert_manager, "monitoring.coreos.com/v1": prometheus_operator}
     objects = render(directory)
     for item in objects:

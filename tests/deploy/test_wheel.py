@@ -46,6 +46,7 @@ def run(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProce
     return done
 
 
+@pytest.mark.slow
 def test_manifests_need_no_checkout(installed: Path, tmp_path: Path) -> None:
     """What every cluster has alike is written with the overlay, which is the same as in a checkout but for the way
     there; written again it replaces itself."""

@@ -90,6 +90,7 @@ def test_steps_of_every_kind_beside_their_floors(report: Path) -> None:
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_commands_of_one_kind(start_worker: Callable[..., Worker], tiny: Sequence[object]) -> None:
     """Each measures its kind, and a decode where its figure is a ratio to one."""
     placed = (*tiny, "--target-devices", start_worker().address)
@@ -216,6 +217,7 @@ def test_generating_plainly_and_with_dflash(tmp_path: Path) -> None:
     assert "<svg" in path.with_suffix(".svg").read_text()
 
 
+@pytest.mark.slow
 def test_clients_at_once_and_requests_as_they_come(start_worker: Callable[..., Worker], tiny: Sequence[object]) -> None:
     """Each load is measured alone and while long prompts come; its times lie in order, and its lengths are drawn anew
     from the same seed."""
@@ -272,6 +274,8 @@ NO_FAULTS = ("--kills", 0, "--stops", 0, "--drains", 0, "--pauses", 0, "--cuts",
 FAULTS = ("faults", "--dtype", "float32", "--exact", "--threads", 1, "--json")
 
 
+# What it does to a server is tested by default without it.
+@pytest.mark.slow
 def test_faults_lose_nothing() -> None:
     """The worker of a small model is killed while it decodes, and while a prefix comes from the disk, and drained while
     it decodes: all answers survive with their tokens, and nothing is left behind."""

@@ -128,6 +128,7 @@ def running(server: Server) -> int:
         return int(json.load(answer)["requests"]["running"])
 
 
+@pytest.mark.slow
 def test_workers_of_its_own(tmp_path: Path) -> None:
     """--model starts them as generate does; the second turn takes up the first; they end with the chat, and a chat
     whose worker has died says so and ends."""
@@ -206,6 +207,7 @@ def test_refusals(server: Server, arguments: list[object], code: int, says: str)
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_a_question(server: Server, tmp_path: Path) -> None:
     """Its sentence is shown, and the chat goes on without that question."""
     terminal = Terminal(tmp_path, "--url", server.url, "--max-tokens", 4000)

@@ -101,6 +101,7 @@ def test_a_request_has_its_own_way(server: Server, client: openai.OpenAI) -> Non
         assert refused.value.param == field
 
 
+@pytest.mark.slow
 def test_who_is_left_alone(client: openai.OpenAI) -> None:
     """Earlier answers, tools, structured output, and what is short."""
     tool: Any = {"type": "function", "function": {"name": "count", "parameters": {"type": "object"}}}
@@ -114,6 +115,7 @@ def test_who_is_left_alone(client: openai.OpenAI) -> None:
         assert left["timings"]["notes"] == []
 
 
+@pytest.mark.slow
 def test_completions_and_what_is_longer_than_the_context(client: openai.OpenAI) -> None:
     """A text that doesn't fit is no trouble once it is shorter."""
     made = client.completions.create(model="demo", prompt=STORY * 4 + "\n\nSo,", max_tokens=4).model_dump()
@@ -123,6 +125,7 @@ def test_completions_and_what_is_longer_than_the_context(client: openai.OpenAI) 
     assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.slow
 def test_a_lost_drafter_loses_no_request(server: Server, client: openai.OpenAI) -> None:
     """The worker that reads prompts is killed: the request goes on whole and says so; the next one has a new worker."""
     pids = children(server.process.pid)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -43,6 +44,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 async def test_links_with_delay(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
     """Real workers behind TCP links that are late, uneven or slow: requests beside each other, greedy and drawn,
     with a draft in a worker of its own and with kept prefixes, have the tokens of a good link."""
@@ -78,8 +80,7 @@ async def test_links_with_delay(pairs: dict[str, Pair], start_worker: Callable[.
             assert answers[0].stats.draft_tokens, name
 
 
-@settings(max_examples=10, database=None, derandomize=True)
-@given(
+CASES = given(
     model=st.sampled_from(["qwen3", "qwen3_5"]),
     cuts=st.sampled_from([(), (1,), (1, 3)]),
     picks=st.lists(st.integers(0, 1000), min_size=1, max_size=50),
@@ -87,7 +88,23 @@ async def test_links_with_delay(pairs: dict[str, Pair], start_worker: Callable[.
     lost_after=st.none() | st.integers(0, 30),
     abandoned_at=st.none() | st.integers(0, 300),
 )
-def test_frames_arrive_in_any_order(
+
+
+@pytest.mark.parametrize("cases", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_frames_arrive_in_any_order(make_chain: MakeChain, cases: int) -> None:
+    """Whatever frame of whatever edge arrives next: requests beside each other have the tokens of one alone, while the
+    draft's worker is lost at any request to it, the first request's client goes at any moment, and states are kept at
+    many places. Those who sent a frame never get another answer than the one that is due."""
+
+    @settings(max_examples=cases, database=None, derandomize=True)
+    @CASES
+    def check(**drawn: Any) -> None:
+        check_an_order(make_chain, **drawn)
+
+    check()
+
+
+def check_an_order(
     make_chain: MakeChain,
     model: str,
     cuts: tuple[int, ...],
@@ -96,12 +113,7 @@ def test_frames_arrive_in_any_order(
     lost_after: int | None,
     abandoned_at: int | None,
 ) -> None:
-    """Whatever frame of whatever edge arrives next: requests beside each other have the tokens of one alone, while the
-    draft's worker is lost at any request to it, the first request's client goes at any moment, and states are kept at
-    many places. Those who sent a frame never get another answer than the one that is due.
-
-    shapes: of each request the tokens of its prompt and of its answer, and the rows of a chunk of the prompt.
-    """
+    """shapes: of each request the tokens of its prompt and of its answer, and the rows of a chunk of the prompt."""
 
     async def run() -> None:
         chain = make_chain(model, cuts, True, place=HeadPlace.LOADED)

@@ -32,7 +32,7 @@ async def told(pair: Pair, devices: str, sampling: SamplingParams) -> list[Answe
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
 def test_log_probabilities_are_the_same_to_the_bit(
     family: str, pairs: dict[str, Pair], start_worker: Callable[..., Worker]
 ) -> None:
@@ -50,6 +50,7 @@ def test_log_probabilities_are_the_same_to_the_bit(
         assert (other.token_ids, other.logprobs) == (runs[0].token_ids, runs[0].logprobs)
 
 
+@pytest.mark.slow
 def test_the_option_holds_beside_kept_prefixes() -> None:
     """`generate --exact` with one prompt twice and one that begins alike: plain as speculated, and the second answer,
     from the prompt's kept state, as the first."""

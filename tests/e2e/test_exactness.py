@@ -19,7 +19,7 @@ from services.messages.description import FeatureTransport, HeadPlace
 from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate, when_idle
 from tests.reference import target
 
-TOKENS = 60
+TOKENS = 40
 LONG = 200
 
 

@@ -107,6 +107,7 @@ def test_twenty_prompts_at_every_cut(name: str, tiny: Tiny, tmp_path: Path) -> N
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma4-sharing", marks=pytest.mark.slow)])
 def test_answers_far_behind_their_windows(name: str, tiny: Tiny, tmp_path: Path) -> None:
     """Sliding layers have given back what they saw of the prompt, the draft's too: plain, drafted, and from a prefix

@@ -150,7 +150,7 @@ MOMENTS: dict[str, Moment] = {
 
 
 VICTIMS = ("parent", "stage 0", "stage 1")
-SELDOM = {("parent", "load"), ("stage 0", "start"), ("stage 0", "load"), ("stage 1", "work")}
+SELDOM = {*product(VICTIMS, MOMENTS)} - {("parent", "work"), ("stage 0", "work"), ("stage 1", "start")}
 """What differs little from the others."""
 
 
@@ -206,6 +206,7 @@ def test_frozen_worker_is_given_up(pairs: dict[str, Pair], start_worker: Callabl
     assert len(err.strip().splitlines()) == 1, err
 
 
+@pytest.mark.slow
 def test_other_workers_go_on_serving(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
     """One remote worker is killed under a request: the request fails by name, the other worker serves the next one."""
     first, second = start_worker(), start_worker()
@@ -225,6 +226,8 @@ def test_other_workers_go_on_serving(pairs: dict[str, Pair], start_worker: Calla
     assert len(answer["token_ids"]) == 5
 
 
+# Of a server with many requests it is tested by default.
+@pytest.mark.slow
 def test_lost_draft_worker_leaves_plain_decode(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
     """The draft's worker is killed under a request: the answer goes on to its end, plainly, and says so [40]."""
     pair, draft = pairs["qwen3"], start_worker()

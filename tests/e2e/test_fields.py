@@ -62,7 +62,12 @@ BOUNDS: list[tuple[dict[str, Any], Any]] = [
     ("fields", "holds"),
     [
         # By one of the two names alone: what they mean is read in one place.
-        pytest.param(fields, holds, id=json.dumps(fields)[:40], marks=pytest.mark.slow if place in {5, 6, 8} else ())
+        pytest.param(
+            fields,
+            holds,
+            id=json.dumps(fields)[:40],
+            marks=pytest.mark.slow if place in {5, 6, 8, len(BOUNDS) - 1} else (),
+        )
         for place, (fields, holds) in enumerate(BOUNDS)
     ],
 )
@@ -77,7 +82,13 @@ def test_an_answer_is_what_it_must_be(client: openai.OpenAI, fields: dict[str, A
     assert "".join(piece.choices[0].text for piece in pieces) == plain.text
 
 
-@pytest.mark.parametrize(("fields", "holds"), [*BOUNDS[1:5]], ids=["json", "regex", "choice", "grammar"])
+@pytest.mark.parametrize(
+    ("fields", "holds"),
+    [
+        pytest.param(*BOUNDS[place], id=name, marks=() if name == "json" else pytest.mark.slow)
+        for place, name in enumerate(("json", "regex", "choice", "grammar"), 1)
+    ],
+)
 def test_thinking_comes_before_what_must_be(client: openai.OpenAI, fields: dict[str, Any], holds: Any) -> None:
     """Where the template lets the model think first, only what comes behind is bound."""
     chat = client.chat.completions.create(
@@ -148,6 +159,7 @@ def answer(client: openai.OpenAI, **fields: Any) -> tuple[str, int, str]:
     return found
 
 
+@pytest.mark.slow
 def test_min_tokens(client: openai.OpenAI) -> None:
     """The answer begins as without, and no end comes before so many tokens, by a stop token or by a stop string."""
     text, tokens, reason = answer(client)
@@ -162,6 +174,7 @@ def test_min_tokens(client: openai.OpenAI) -> None:
         answer(client, min_tokens=51)
 
 
+@pytest.mark.slow
 def test_bad_words_and_allowed_tokens(client: openai.OpenAI, server: Server) -> None:
     """A word of the answer no longer comes when it is bad; where tokens are allowed, no other ones do."""
     text, _, _ = answer(client)
@@ -177,6 +190,7 @@ def test_bad_words_and_allowed_tokens(client: openai.OpenAI, server: Server) -> 
         answer(client, allowed_token_ids=[-1])
 
 
+@pytest.mark.slow
 def test_the_end_as_text(client: openai.OpenAI) -> None:
     """The stop string and special tokens are text where a client wants them."""
     text, _, _ = answer(client)
@@ -225,6 +239,7 @@ def test_messages_parse(claude: anthropic.Anthropic) -> None:
         claude.messages.create(**fields, output_config={"format": {"type": "json_schema", "schema": {"type": "no"}}})
 
 
+@pytest.mark.slow
 def test_thinking_blocks(claude: anthropic.Anthropic) -> None:
     """Enabled they come, streamed too; disabled they don't."""
     fields: Any = {"model": "qwen", "max_tokens": 1100, "messages": [{"role": "user", "content": INTRODUCTION}]}

@@ -152,6 +152,7 @@ def test_operators_see_them(server: Server) -> None:
 # --- the server's
 
 
+@pytest.mark.slow
 def test_a_server_with_defaults_of_its_own(model: Path, tmp_path: Path) -> None:
     """The checkpoint's are left out, others hold; a chat may use the rest of the context, which a flag shortens."""
     flags = ("--generation-config", "vllm", "--default-sampling", "temperature=0", "--max-model-len", 120)

@@ -92,6 +92,7 @@ def test_three_uneven_workers_answer_as_one(model: tuple[Path, Path]) -> None:
     assert three["accepted_tokens"] > 50
 
 
+@pytest.mark.slow
 def test_grammars_and_templates_come_out_of_the_file(client: openai.OpenAI, server: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
     answer = client.chat.completions.create(

@@ -338,6 +338,7 @@ async def test_abort(client: RemoteInference) -> None:
         await client.abort("long-0")
 
 
+@pytest.mark.slow
 async def test_a_full_queue_and_a_drain(tmp_path: Any) -> None:
     """One more than may wait is told when to come again; while draining, new ones are refused and running ones end."""
     arguments = ("--model", DEMO / "target", "--target-devices", "cpu", "--dtype", "float32", "--threads", 1)

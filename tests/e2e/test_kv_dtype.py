@@ -25,6 +25,7 @@ from tests.shard_worker.tiny import load_stage
 PAIR = ("--model", DEMO / "target", "--draft", DEMO / "draft", "--dtype", "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "exact"), [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)]
 )
@@ -40,6 +41,7 @@ async def test_every_placement_gives_the_same_tokens(dtype: str, exact: bool) ->
     assert sum(answer.stats.accepted_tokens for answer in dflash) > sum(answer.stats.steps for answer in dflash)
 
 
+@pytest.mark.slow
 def test_answers_are_nearly_those_without() -> None:
     """Over a few texts the distributions hardly differ, yet they do."""
     stages = [load_stage(DEMO / "target", dtype="float32", kv_dtype=kept) for kept in (None, FLOAT8)]
@@ -117,6 +119,7 @@ async def test_prefixes_are_taken_up_by_their_own_type_alone(
         assert found.token_ids == greedy
 
 
+@pytest.mark.slow
 async def test_the_other_type_on_the_same_worker(
     pairs: dict[str, Pair],
     prefix_cases: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],

@@ -65,6 +65,7 @@ def answer(url: str, prompt: str) -> str:
     return str(reply.choices[0].message.content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "tls"])
 def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
     """A prompt whose activations take longer than a worker may be silent is answered as over a fast link. Where nothing

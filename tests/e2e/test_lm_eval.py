@@ -150,12 +150,15 @@ def check(served: Results, expected: Results) -> None:
                 assert row == (theirs if name == "generate" else pytest.approx(theirs, abs=1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "names"),
     [
         pytest.param({"batch_size": 4}, tuple(TASKS), id="several prompts of token ids at once"),
         pytest.param({"tokenized_requests": False, "num_concurrent": 4}, tuple(TASKS), id="texts", marks=SLOW),
-        pytest.param({"tokenizer": None, "tokenizer_backend": "auto"}, ("perplexity",), id="the server's tokenizer"),
+        pytest.param(
+            {"tokenizer": None, "tokenizer_backend": "auto"}, ("perplexity",), id="the server's tokenizer", marks=SLOW
+        ),
         pytest.param({"max_length": 9}, ("perplexity",), id="windows shorter than the texts", marks=SLOW),
     ],
 )
@@ -173,6 +176,7 @@ def test_completions(
         assert {greedy for row in served.said["choice"] for _, greedy in row} == {True, False}
 
 
+@pytest.mark.slow
 def test_chat_completions(server: Server, tasks: TaskManager, model: PreTrainedModel) -> None:
     """Answers to chats; the harness asks chats for no log-likelihoods."""
     lm = LocalChatCompletion(model="demo", base_url=f"{server.url}/v1/chat/completions")

@@ -171,6 +171,7 @@ def test_unknown_model_and_unknown_fields(client: openai.OpenAI) -> None:
     assert taken.choices
 
 
+@pytest.mark.slow
 def test_many_clients_get_what_they_get_alone(client: openai.OpenAI) -> None:
     """24 at once over 4 turns, long and short: the tokens of each alone."""
     asked = [f"Calculate {113 * number} + {977 - number}." for number in range(8)]
@@ -269,7 +270,7 @@ def test_sigterm_drains(tmp_path_factory: pytest.TempPathFactory) -> None:
         stream = client.chat.completions.create(
             model="target",
             messages=ASK,
-            max_tokens=200,
+            max_tokens=100,
             temperature=0.5,
             stream=True,
             extra_body={"ignore_eos": True, "speculate": False},

@@ -86,11 +86,19 @@ def first_client(tmp_path: Path) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "drawn"])
+OBJECT: Any = {"type": "json_object"}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}
+HOT: Any = {"temperature": 1.0, "seed": 4}
+
+
 @pytest.mark.parametrize(
-    "bound",
-    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}],
-    ids=["object", "schema"],
+    ("bound", "sampling"),
+    [
+        pytest.param(OBJECT, HOT, id="object-drawn"),
+        pytest.param(SCHEMA, {"temperature": 0}, id="schema-greedy"),
+        pytest.param(OBJECT, {"temperature": 0}, id="object-greedy", marks=pytest.mark.slow),
+        pytest.param(SCHEMA, HOT, id="schema-drawn", marks=pytest.mark.slow),
+    ],
 )
 def test_bound_answers_over_speculation(first_client: openai.OpenAI, bound: Any, sampling: Any) -> None:
     """JSON with the draft is the JSON without it, token by token, and streams as itself."""
@@ -190,6 +198,7 @@ def test_offsets_of_special_tokens(client: openai.OpenAI) -> None:
                 assert choice.text[offset : offset + len(token)] == token
 
 
+@pytest.mark.slow
 def test_a_large_reply(client: openai.OpenAI) -> None:
     """Megabytes of log-probabilities, which are sent bit by bit, are the same whole and streamed."""
     fields: Any = {
@@ -230,6 +239,7 @@ async def test_a_prompt_is_scored_alike_by_every_api(client: openai.OpenAI, serv
     assert client.completions.create(prompt=chat, **fields).usage == reply.usage
 
 
+@pytest.mark.slow
 def test_the_best_of_several_completions(client: openai.OpenAI) -> None:
     """Those of the highest mean log-probability of a token, best first; usage counts all of them."""
     fields: Any = {"model": "demo", "prompt": ["Once upon", CODE], "max_tokens": 8, "temperature": 1.5, "seed": 3}
@@ -289,6 +299,7 @@ def test_usage_and_timings(client: openai.OpenAI) -> None:
     assert sum(told["draft_steps"].values()) + told["plain_steps"] == told["steps"]
 
 
+@pytest.mark.slow
 def test_usage_counts_every_prompt_once_and_every_choice(client: openai.OpenAI) -> None:
     """Streamed and whole, for prompts of different lengths, each with choices of different lengths."""
     options: Any = {"include_usage": True}
@@ -338,6 +349,7 @@ def test_no_more_draft_tokens_are_accepted_than_the_answer_has(client: openai.Op
 # --- what changes the answer
 
 
+@pytest.mark.slow
 def test_choices_streamed(client: openai.OpenAI) -> None:
     """`n` choices interleave in a stream; put together they are the whole reply's, each with its own end."""
     fields: Any = {"n": 3, "temperature": 1.5, "seed": 2, "max_tokens": 12}
@@ -355,6 +367,7 @@ def test_choices_streamed(client: openai.OpenAI) -> None:
     assert prompts.choices[0].text == prompts.choices[1].text != prompts.choices[2].text == prompts.choices[3].text
 
 
+@pytest.mark.slow
 def test_more_prompts_than_run_and_wait_at_once(client: openai.OpenAI) -> None:
     """One request is never its own crowd."""
     made = client.completions.create(model="demo", prompt=[CODE] * 90, temperature=0, max_tokens=1)
@@ -366,9 +379,15 @@ def test_more_prompts_than_run_and_wait_at_once(client: openai.OpenAI) -> None:
     "fields",
     [
         {"presence_penalty": 40},
-        {"frequency_penalty": 2.0},
-        {"extra_body": {"repetition_penalty": 1.8}},
-        {"logit_bias": {str(CARRY): -100}},
+        *(
+            # Steps with numbers for tokens go one way, whatever the numbers come of.
+            pytest.param(fields, marks=pytest.mark.slow)
+            for fields in (
+                {"frequency_penalty": 2.0},
+                {"extra_body": {"repetition_penalty": 1.8}},
+                {"logit_bias": {str(CARRY): -100}},
+            )
+        ),
         {"extra_body": {"stop_token_ids": [CARRY]}},
         {"max_completion_tokens": 20},
         {"stop": "write"},
@@ -472,6 +491,7 @@ def test_what_is_beyond_the_context_is_refused_in_openais_words(client: openai.O
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
 
 
+@pytest.mark.slow
 async def test_the_async_client(server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         whole = await client.chat.completions.create(model="demo", messages=ASK, temperature=0)

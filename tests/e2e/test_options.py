@@ -93,6 +93,7 @@ async def walk(made: Cluster, **fixed: Any) -> list[Answer]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["qwen3_5", *(pytest.param(case, marks=pytest.mark.slow) for case in ("sliding", "bfloat16"))]
 )

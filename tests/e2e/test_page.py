@@ -138,6 +138,7 @@ def test_an_answer_streams(page: Browser) -> None:
     until(shows(page, "#cache-legend .memory", "from memory: "), 5)
 
 
+@pytest.mark.slow
 def test_stop_ends_the_answer_and_its_request(page: Browser, server: Server) -> None:
     """By the button and by Esc; what came stays, and the next question is answered."""
     # The demo model comes to repeat itself: without the draft there is half a minute to stop it.
@@ -260,6 +261,7 @@ def test_what_a_model_writes_cannot_become_code(page: Browser) -> None:
         assert part in html, (part, html)
 
 
+@pytest.mark.slow
 def test_with_a_key(tmp_path: Path, opened: Browser) -> None:
     """The page asks for the key before anything else and keeps it in the tab; nothing is complained of."""
     page = opened
@@ -287,6 +289,7 @@ def test_with_a_key(tmp_path: Path, opened: Browser) -> None:
         until(lambda: texts(page, "#state") == ["ready"], 10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_processes")
 def test_a_worker_and_a_server_that_die(tmp_path: Path, opened: Browser, start_worker: Callable[..., Worker]) -> None:
     """Both are shown as such, and said to who asks; a worker of the server's own is back soon."""

@@ -101,6 +101,7 @@ async def test_auto_asks_local_and_running_workers(pairs: dict[str, Pair], start
     assert f"measuring {running.address}: this worker is held by process {os.getpid()} on " in refusal
 
 
+@pytest.mark.slow
 def test_every_command_can_choose_the_layers(
     pairs: dict[str, Pair], prefix_cases: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:

@@ -20,6 +20,7 @@ PAIR = ("--model", DEMO / "target", "--draft", DEMO / "draft")
 INT4, INT8 = Quantization(QuantizedTo.INT4), Quantization(QuantizedTo.INT8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [INT4, pytest.param(INT8, marks=pytest.mark.slow)], ids=str)
 async def test_every_placement_gives_the_same_tokens(quantization: Quantization) -> None:
     """Plain and with a packed DFlash draft, on one worker and on two: right answers, with draft tokens accepted."""
@@ -43,6 +44,7 @@ async def test_every_placement_gives_the_same_tokens(quantization: Quantization)
     assert sum(answer.stats.accepted_tokens for answer in runs[1]) > sum(answer.stats.steps for answer in runs[1])
 
 
+@pytest.mark.slow
 def test_answers_are_nearly_those_without() -> None:
     """Over a few chats: 8 bits within a thousandth of a nat, 4 bits a little further; neither is the same."""
     files, asked, right = cases(4)
@@ -57,6 +59,7 @@ def test_answers_are_nearly_those_without() -> None:
     assert found[0] < found[1] < 1e-2
 
 
+@pytest.mark.slow
 async def test_prefixes_are_taken_up_by_their_own_packing_alone(
     pairs: dict[str, Pair],
     prefix_cases: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import ROOT
 from tests.reference.choice_played_again import RECORDED
 
@@ -14,6 +16,7 @@ DEMO = ROOT / "deploy" / "demo"
 FIRST_CHAT = "Convert 204 to hexadecimal."
 
 
+@pytest.mark.slow
 def test_a_chat_is_recorded_anew(tmp_path: Path) -> None:
     """Of draft tokens that are about as probable as others, rounding decides, which differs between processors."""
     prompts, out = tmp_path / "prompts.json", tmp_path / "recorded.json"

@@ -239,6 +239,7 @@ def cached_tokens(answer: Any) -> int:
     return int(answer.usage.prompt_tokens_details.cached_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "anew"), [(1, [(0, 6), (6, 12)]), pytest.param(2, [(0, 6), (6, 12)], marks=pytest.mark.slow)]
 )

@@ -59,6 +59,7 @@ def test_whole_streamed_and_chat_say_the_same(client: openai.OpenAI) -> None:
     assert kinds[-1] == helped[-1] == "response.completed"
 
 
+@pytest.mark.slow
 def test_items_make_the_conversation_of_chat(client: openai.OpenAI) -> None:
     """Instructions and messages in parts are the same prompt, token for token, as a chat's messages."""
     messages: Any = [

@@ -110,13 +110,21 @@ def test_none_and_no_tools_leave_text(client: openai.OpenAI) -> None:
     assert none.usage.prompt_tokens == without.usage.prompt_tokens
 
 
+ADD: Any = {"type": "function", "function": {"name": "add"}}
+GREEDY, DRAWN = {"temperature": 0}, {"temperature": 1.0, "seed": 5}
+
+
 @pytest.mark.parametrize(
-    ("choice", "names", "thinking"),
-    [("required", {"add", "greet"}, None), ({"type": "function", "function": {"name": "add"}}, {"add"}, False)],
-    ids=["required", "named, thinking closed"],
+    ("choice", "names", "thinking", "drawn"),
+    [
+        pytest.param("required", {"add", "greet"}, None, DRAWN, id="required, drawn", marks=pytest.mark.slow),
+        pytest.param(ADD, {"add"}, False, GREEDY, id="named, thinking closed, greedy"),
+        pytest.param("required", {"add", "greet"}, None, GREEDY, id="required, greedy", marks=pytest.mark.slow),
+        pytest.param(ADD, {"add"}, False, DRAWN, id="named, thinking closed, drawn", marks=pytest.mark.slow),
+    ],
 )
 def test_forced_calls_fit_their_schema(
-    client: openai.OpenAI, choice: Any, names: set[str], thinking: bool | None
+    client: openai.OpenAI, choice: Any, names: set[str], thinking: bool | None, drawn: dict[str, Any]
 ) -> None:
     """Nothing but a call comes, streamed or not, greedy or drawn, with a draft or without."""
     extra: Any = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
@@ -127,24 +135,22 @@ def test_forced_calls_fit_their_schema(
         "parallel_tool_calls": False,
         "max_tokens": 150,
     }
-    for drawn in ({"temperature": 0}, {"temperature": 1.0, "seed": 5}):
-        whole = client.chat.completions.create(model="qwen", **fields, **drawn, extra_body=extra)
-        alone = client.chat.completions.create(
-            model="qwen", **fields, **drawn, extra_body={**extra, "speculate": False}
-        )
-        pieced = streamed(client, **fields, **drawn, extra_body=extra)
+    whole = client.chat.completions.create(model="qwen", **fields, **drawn, extra_body=extra)
+    alone = client.chat.completions.create(model="qwen", **fields, **drawn, extra_body={**extra, "speculate": False})
+    pieced = streamed(client, **fields, **drawn, extra_body=extra)
 
-        [(name, arguments)] = calls_of(whole.choices[0].message)
-        assert name in names
-        assert fits(arguments, SCHEMAS[name])
-        assert whole.choices[0].message.content is None
-        assert whole.choices[0].finish_reason == pieced.finish_reason == "tool_calls"
-        assert calls_of(alone.choices[0].message) == calls_of(pieced.message) == [(name, arguments)]
-        assert whole.usage is not None
-        assert alone.usage is not None
-        assert whole.usage.completion_tokens == alone.usage.completion_tokens
+    [(name, arguments)] = calls_of(whole.choices[0].message)
+    assert name in names
+    assert fits(arguments, SCHEMAS[name])
+    assert whole.choices[0].message.content is None
+    assert whole.choices[0].finish_reason == pieced.finish_reason == "tool_calls"
+    assert calls_of(alone.choices[0].message) == calls_of(pieced.message) == [(name, arguments)]
+    assert whole.usage is not None
+    assert alone.usage is not None
+    assert whole.usage.completion_tokens == alone.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_parallel_calls(client: openai.OpenAI) -> None:
     """Several calls have ids and indices of their own; each of `n` choices too."""
     fields: Any = {
@@ -283,7 +289,13 @@ def test_responses_call_functions(client: openai.OpenAI) -> None:
     assert again.usage.input_tokens > whole.usage.input_tokens
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param("required", id="required"),
+        pytest.param({"type": "function", "name": "add"}, id="named", marks=pytest.mark.slow),
+    ],
+)
 def test_responses_forced(client: openai.OpenAI, choice: Any) -> None:
     made = client.responses.create(
         model="qwen",
@@ -359,8 +371,11 @@ def test_messages_use_tools(claude: anthropic.Anthropic) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [({"type": "any"}, {"add", "greet"}), ({"type": "tool", "name": "add"}, {"add"}), ({"type": "none"}, set())],
-    ids=["any", "tool", "none"],
+    [
+        pytest.param({"type": "any"}, {"add", "greet"}, id="any"),
+        pytest.param({"type": "tool", "name": "add"}, {"add"}, id="tool", marks=pytest.mark.slow),
+        pytest.param({"type": "none"}, set(), id="none"),
+    ],
 )
 def test_messages_choices(claude: anthropic.Anthropic, choice: Any, names: set[str]) -> None:
     once = {} if choice["type"] == "none" else {"disable_parallel_tool_use": True}

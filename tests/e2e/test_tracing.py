@@ -64,6 +64,7 @@ def placed(draft: Worker, *stages: Worker) -> tuple[object, ...]:
     return (*PAIR, "--target-devices", addresses, "--draft-device", draft.address, "--kv-cache-min-tokens", "16")
 
 
+@pytest.mark.slow
 def test_both_doors_ids_reach_every_log(tmp_path: Path, start_worker: Callable[..., Worker]) -> None:
     """Two stages and a draft of its own write both ids of a request over HTTP and of one over gRPC."""
     logs = [tmp_path / f"worker-{index}.log" for index in range(3)]
@@ -100,6 +101,7 @@ def test_both_doors_ids_reach_every_log(tmp_path: Path, start_worker: Callable[.
         assert all(traces[line["request_id"]] == line["trace_id"] for line in written)
 
 
+@pytest.mark.slow
 def test_ids_of_many_answers_at_once(tmp_path: Path) -> None:
     """Each choice of each prompt has an id of its own; one id of several clients is harmless."""
     with serving(tmp_path, *PAIR, "--target-devices", "cpu") as server:
