@@ -10,7 +10,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint tests/versions.txt 
 # A reference for tests that asks for an older transformers, and for audio and vision that its drafts have no use for.
 REFERENCES := $(BIN)/python -m pip install --quiet --no-deps speculators hs-connectors
 
-.PHONY: demo serve test lint docs proto versions bench clean
+# Three tests at a time, one thread each, keep two cores busy: many of them wait for other processes. Files stay whole, as
+# many of them share their workers. What some hundred processes import is compiled once, also where the environment says
+# that Python is to keep nothing.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo serve test test-all lint docs proto versions bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/flashsplit demo --model deploy/demo/target --draft deploy/demo/draft
@@ -18,11 +23,13 @@ demo: $(VENV)/.run
 serve: $(VENV)/.run
 	$(BIN)/flashsplit serve --model deploy/demo/target --draft deploy/demo/draft --target-devices cpu,cpu
 
-# Three tests at a time, one thread each, keep two cores busy: many of them wait for other processes. Files stay whole, as
-# many of them share their workers. What some hundred processes import is compiled once, also where the environment says
-# that Python is to keep nothing.
+# What is quick, or stands for what is slow: within twelve minutes on two cores.
 test: $(VENV)/.test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# With the tests that are marked slow: hours. Everything but what needs a GPU.
+test-all: $(VENV)/.test
+	$(PYTEST) -m 'not gpu'
 
 lint: $(VENV)/.lint proto
 	git diff --exit-code -- proto
