@@ -23,7 +23,7 @@ demo: $(VENV)/.run
 serve: $(VENV)/.run
 	$(BIN)/flashsplit serve --model deploy/demo/target --draft deploy/demo/draft --target-devices cpu,cpu
 
-# What is quick, or stands for what is slow: within twelve minutes on two cores.
+# What is quick, or stands for what is slow.
 test: $(VENV)/.test
 	$(PYTEST)
 

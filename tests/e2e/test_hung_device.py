@@ -38,7 +38,6 @@ def health(address: str) -> int:
     return asyncio.run(check())
 
 
-@pytest.mark.slow
 def test_a_hung_device_is_noticed(tmp_path: Path) -> None:
     """Steps have a deadline: requests end with an error that names stage and device, the worker says that it does not
     serve and the server is not ready; when the thread goes on all is as before."""

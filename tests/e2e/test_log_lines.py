@@ -77,7 +77,6 @@ def test_no_access_log(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert lines(server) == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_processes")
 def test_a_dead_workers_last_lines_stand_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each as the line that the worker wrote, with its fields; nothing is JSON within JSON."""

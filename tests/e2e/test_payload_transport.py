@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from coordinator.answer import Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
@@ -68,7 +66,6 @@ async def asking(transport: PayloadTransport) -> AsyncIterator[Callable[[Path], 
         yield ask
 
 
-@pytest.mark.slow
 async def test_the_same_answer_either_way(tmp_path: Path) -> None:
     """What one kept, exported to disk, the other imports."""
     async with asking(PayloadTransport.STREAM) as ask:
