@@ -123,8 +123,8 @@ def _route(
     PLACED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Score some experts for a tile of rows, over a part of their columns; the last of a tile's programs then chooses.
-    TILE: rows of one, of the HEIGHT that are multiplied at once.
 
+    TILE: rows of a tile, of the HEIGHT that are multiplied at once.
     bias: float32 [EXPERTS], of the scores; None for none. choice_bias: the same, of what experts are chosen by alone.
     scales: float32 [EXPERTS], what each one's shares are multiplied by; None for nothing.
     sessions, numbers: as the sessions and lines of `Places`, which say what rows are unused; None where none are, and
