@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from services.model.cached_tensors import PAGE_ROWS
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
 from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage, StageState
@@ -69,3 +71,35 @@ def test_sessions_are_the_same_alone_and_together(tiny: Tiny, name: str, exact: 
                 kept = draw.randint(1, min(len(part), 3))
                 for state in (alone[one], together[one]):
                     stage.commit(state, state.length + kept)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-sliding"])
+@torch.inference_mode()
+def test_rows_on_both_sides_of_a_pages_end(tiny: Tiny, name: str) -> None:
+    """A block's rows that stand in two pages are the same to the last bit as one by one in a cache without pages,
+    beside another session's, and leave the same behind."""
+    stage = load_stage(tiny.path(name), dtype="bfloat16")
+    [segment] = stage.segments
+    like, before, count = torch.empty(0, dtype=torch.bfloat16), PAGE_ROWS - 5, 9
+    tokens = ids(before + count + 1, seed=3)
+    alone, other = (stage.allocate(len(tokens), 16, 16) for _ in range(2))
+    caches = SegmentCaches.allocate(
+        segment.config, segment.layers, segment.key_kinds, len(tokens), 16, like, PAGE_ROWS, row_by_row=True
+    )
+    paged = StageState(len(tokens), [caches], 16)
+    for state in (alone, paged):
+        stage.run(state, stage.embed(tokens[:before]), None, uncommitted=False)
+
+    def logits(states: list[StageState], parts: list[list[int]]) -> torch.Tensor:
+        assert stage.head is not None
+        counts = [len(part) for part in parts]
+        hidden = stage.embed([token for part in parts for token in part])
+        hidden = stage.run_together(states, counts, hidden, None, uncommitted=[count > 1 for count in counts])
+        return stage.head.logits(hidden, 16)
+
+    block = tokens[before:-1]
+    expected = torch.cat([logits([alone], [[token]]) for token in block])
+    found = logits([other, paged], [tokens[:3], block])[3:]
+    assert torch.equal(found, expected)
+    stage.commit(paged, before + count)
+    assert torch.equal(logits([paged], [tokens[-1:]]), logits([alone], [tokens[-1:]]))
