@@ -20,26 +20,18 @@ _HEIGHTS = {4: 2, 2: 4, 1: BLOCK}
 _SUMS = 8
 """How many vectors of sums are in registers while values are summed up."""
 
-_EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""The polynomial of `exp(r) = 1 + r + r² p(r)` for |r| <= ln(2) / 2, highest power first (Cephes, `expf`)."""
-
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-"""The logarithm of 2 as the sum of two float32, of which the first times a small whole number is exact."""
-
-_LEAST_EXPONENT = -87.0
-"""What is less than this has an exponential of 0: it would be no normal float32."""
-
 
 def attention_module(elements: Elements, lanes: int, head_dim: int, group: int, name: str) -> ir.Module:
-    """Return the module with the kernel, by which each thread takes some of the heads of keys.
+    """Return the module with the kernel, by which each thread takes some of the heads of keys of some rows.
 
     elements: of queries, keys, values and results, 16-bit floats. lanes: how many float32 a vector has; they divide
     head_dim. group: how many queries each head of keys has.
 
-    The kernel's arguments: the addresses of keys, values, queries, results and scores; how many heads keys have, and
-    how many positions; the elements from one head of keys to the next, and from one position to the next, and the same
-    of values; and the float32 from one line of scores to the next. Queries [heads of keys, group, head_dim] and results
-    like them have no gaps. Scores are float32 and have `ROWS` lines for each thread.
+    The kernel's arguments: the addresses of keys, values, queries, results and scores; how many heads keys have, how
+    many rows there are, how many positions there are for the first of them, each later row having one more, and how
+    many of its last positions a row sees at most; the elements from one head of keys to the next, and from one position
+    to the next, and the same of values; and the float32 from one line of scores to the next. Queries [rows, heads of
+    keys, group, head_dim] and results like them have no gaps. Scores are float32 and have `ROWS` lines for each thread.
     """
     return _AttentionWriter(elements, lanes, head_dim, group).module(name)
 
@@ -55,19 +47,25 @@ class _AttentionWriter(ProductWriter):
 
     def module(self, name: str) -> ir.Module:
         """Return the module, as `attention_module` does."""
-        builder, (keys, values, queries, results, scores), others = self._kernel(name, 5, 7)
-        heads, span, key_head, key_step, value_head, value_step, line = others
+        builder, (keys, values, queries, results, scores), others = self._kernel(name, 5, 9)
+        heads, rows, positions, window, key_head, key_step, value_head, value_step, line = others
         thread, threads = self._threads(builder)
         own_scores = self._at(builder, scores, builder.mul(thread, builder.mul(line, self._index(ROWS))), self._float)
         functions: dict[int, ir.Function] = {}
         scale = self._scale()
         scaled = builder.alloca(self._float, self._index(self._group * self._head_dim))
         scaled.align = 64
-        with self._loop(builder, thread, heads, threads) as head:
-            first = builder.mul(head, self._index(self._group * self._head_dim))
+        with self._loop(builder, thread, builder.mul(rows, heads), threads) as number:
+            row, head = builder.sdiv(number, heads), builder.srem(number, heads)
+            first = builder.mul(number, self._index(self._group * self._head_dim))
             builder.call(scale, [self._at(builder, queries, first, self._stored), scaled])
-            own_keys = self._at(builder, keys, builder.mul(head, key_head), self._stored)
-            own_values = self._at(builder, values, builder.mul(head, value_head), self._stored)
+            end = builder.add(positions, row)
+            span = self._least(builder, end, window)
+            begin = builder.sub(end, span)
+            from_key = builder.add(builder.mul(head, key_head), builder.mul(begin, key_step))
+            from_value = builder.add(builder.mul(head, value_head), builder.mul(begin, value_step))
+            own_keys = self._at(builder, keys, from_key, self._stored)
+            own_values = self._at(builder, values, from_value, self._stored)
             done = 0
             while done < self._group:
                 width = next(width for width in _HEIGHTS if width <= self._group - done)
@@ -154,21 +152,6 @@ class _AttentionWriter(ProductWriter):
             self._store(builder, made, place)
             total[0] = builder.fadd(total[0], made)
         return self._total(builder, total[0])
-
-    def _exp(self, builder: ir.IRBuilder, x: Any) -> Any:
-        """Return the exponentials of numbers that are not positive."""
-        all_of = self._all_floats
-        power = builder.call(self._round, [builder.fmul(x, all_of(1 / math.log(2)))])
-        rest = builder.call(self._multiply_add, [power, all_of(-_LN2_HIGH), x])
-        rest = builder.call(self._multiply_add, [power, all_of(-_LN2_LOW), rest])
-        made = all_of(_EXP_TERMS[0])
-        for term in _EXP_TERMS[1:]:
-            made = builder.call(self._multiply_add, [made, rest, all_of(term)])
-        made = builder.call(self._multiply_add, [builder.fmul(made, rest), rest, rest])
-        made = builder.fadd(made, all_of(1.0))
-        exponent = builder.shl(builder.add(builder.fptosi(power, self._words), self._all(127)), self._all(23))
-        made = builder.fmul(made, builder.bitcast(exponent, self._vector))
-        return builder.select(builder.fcmp_ordered("<", x, all_of(_LEAST_EXPONENT)), all_of(0.0), made)
 
     def _sum_values(self, builder: ir.IRBuilder, where: tuple[Any, ...], lines: list[Any], totals: list[Any]) -> None:
         """Write for each query the sum of all values, each times what has become of its score, over their total.

@@ -76,8 +76,9 @@ def codes_module(bits: int, run: int, name: str) -> ir.Module:
     The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the activations, of memory for
     their rounded rows, each as `rounded_row` says, of the product, and of the bias or 0; how many rows and columns the
     matrix has, how many bytes lie from one of its rows to the next, and how many groups a row has; the logarithm to the
-    base 2 of a group's columns; how many bytes a rounded row takes; and how many rows of activations there are. Scales
-    and offsets are pairs of bfloat16. Activations, the product and the bias are bfloat16 without gaps.
+    base 2 of a group's columns; how many bytes a rounded row takes; how many rows of activations there are; and how
+    many elements lie from one row of the product to the next. Scales and offsets are pairs of bfloat16. Activations,
+    the product and the bias are bfloat16, activations and the bias without gaps.
     """
     return _CodesWriter(bits, run).module(name)
 
@@ -95,8 +96,8 @@ class _CodesWriter(KernelWriter):
 
     def module(self, name: str) -> ir.Module:
         """Return the module, as `codes_module` does."""
-        builder, (matrix, numbers, activations, rounded, product, bias), others = self._kernel(name, 6, 7)
-        rows, columns, stride, groups, shift, length, count = others
+        builder, (matrix, numbers, activations, rounded, product, bias), others = self._kernel(name, 6, 8)
+        rows, columns, stride, groups, shift, length, count, distance = others
         widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
         widened.align = 64
         builder.call(self._rounding(), [activations, rounded, columns, groups, shift, length, count])
@@ -108,7 +109,7 @@ class _CodesWriter(KernelWriter):
             of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
             to = self._at(builder, product, row, self._half)
             own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
-            part = [own, stride, of_own, groups, shift, rounded, length, columns, to, rows, own_bias]
+            part = [own, stride, of_own, groups, shift, rounded, length, columns, to, distance, own_bias]
             builder.call(block, [*part, count, widened])
         builder.ret_void()
         return self._module

@@ -10,7 +10,7 @@ import torch
 
 from shard_worker.cpu_kernels.heads_kernel import heads_module
 from shard_worker.cpu_kernels.kernel_writer import ELEMENTS, Elements
-from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes, threads_for
+from shard_worker.cpu_kernels.native import Call, NativeFunction, is_available, lanes, threads_for
 from shard_worker.cpu_kernels.norm import epsilon_at
 
 _ARGUMENTS = struct.Struct("=17q")
@@ -23,8 +23,9 @@ def takes(
     table: tuple[torch.Tensor, torch.Tensor],
     stored: torch.dtype,
 ) -> bool:
-    """Return whether `finish` takes these rows, [n, heads, head_dim], with a norm's weights, [heads, head_dim] of
-    queries and keys, and a table as of `ops.rope.rope_table`. stored: the dtype of the places for keys and values."""
+    """Return whether `finishing_call` takes these rows, [n, heads, head_dim], with a norm's weights, [heads, head_dim]
+    of queries and keys, and a table as of `ops.rope.rope_table`. stored: the dtype of the places for keys and values.
+    """
     size, turning = projected.shape[2], table[0].shape[-1]
     return (
         projected.device.type == "cpu"
@@ -40,7 +41,7 @@ def takes(
     )
 
 
-def finish(
+def finishing_call(
     projected: torch.Tensor,
     first_value: int,
     norm: torch.Tensor | None,
@@ -49,9 +50,9 @@ def finish(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-) -> None:
-    """Store the queries of projected rows [n, all heads, head_dim] and their keys, both normed and turned, and their
-    values.
+) -> Call:
+    """Return the call that stores the queries of projected rows [n, all heads, head_dim] and their keys, both normed
+    and turned, and their values.
 
     Of a row's heads queries are the first, keys the next, and values those from `first_value` on. norm: None where
     nothing is normed. table: as of `ops.rope.rope_table`. queries: where they go, [n, heads, head_dim] without gaps.
@@ -64,7 +65,7 @@ def finish(
         projected.data_ptr(), 0 if norm is None else norm.data_ptr(), *(tensor.data_ptr() for tensor in tensors), count,
         projected.stride(0), heads, kv_heads, first_value, size, table[0].shape[-1], *keys.stride()[:2],
     )  # fmt: skip
-    _kernel(ELEMENTS[projected.dtype], norm is not None).run(arguments, threads_for(projected.numel()))
+    return Call(_kernel(ELEMENTS[projected.dtype], norm is not None), arguments, threads_for(projected.numel()))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,15 @@ is made of such blocks."""
 
 _AHEAD = 2
 """How many blocks ahead a matrix is brought into the caches: short rows end before a CPU's own prefetching begins."""
+
+_EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""The polynomial of `exp(r) = 1 + r + r² p(r)` for |r| <= ln(2) / 2, highest power first (Cephes, `expf`)."""
+
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+"""The logarithm of 2 as the sum of two float32, of which the first times a small whole number is exact."""
+
+_LEAST_EXPONENT = -87.0
+"""What is less than this has an exponential of 0: it would be no normal float32."""
 
 
 class Elements(Enum):
@@ -143,6 +153,21 @@ class KernelWriter:
     def _total(self, builder: ir.IRBuilder, vector: Any) -> Any:
         """Return the sum of a vector of float32."""
         return builder.call(self._sum, [self._ir.Constant(self._float, -0.0), vector], fastmath=("reassoc",))
+
+    def _exp(self, builder: ir.IRBuilder, x: Any) -> Any:
+        """Return the exponentials of numbers that are not positive."""
+        all_of = self._all_floats
+        power = builder.call(self._round, [builder.fmul(x, all_of(1 / math.log(2)))])
+        rest = builder.call(self._multiply_add, [power, all_of(-_LN2_HIGH), x])
+        rest = builder.call(self._multiply_add, [power, all_of(-_LN2_LOW), rest])
+        made = all_of(_EXP_TERMS[0])
+        for term in _EXP_TERMS[1:]:
+            made = builder.call(self._multiply_add, [made, rest, all_of(term)])
+        made = builder.call(self._multiply_add, [builder.fmul(made, rest), rest, rest])
+        made = builder.fadd(made, all_of(1.0))
+        exponent = builder.shl(builder.add(builder.fptosi(power, self._words), self._all(127)), self._all(23))
+        made = builder.fmul(made, builder.bitcast(exponent, self._vector))
+        return builder.select(builder.fcmp_ordered("<", x, all_of(_LEAST_EXPONENT)), all_of(0.0), made)
 
     def _load_floats(self, builder: ir.IRBuilder, pointer: Any, elements: Elements) -> Any:
         """Load a vector of elements as float32."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,10 +74,15 @@ class NativeFunction:
         # The code is freed with the engine.
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
         self._engine.finalize_object()
-        self._address = self._engine.get_function_address(name)
+        self._address: int = self._engine.get_function_address(name)
         self._run_alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._address)
         self._run_by_threads = openmp.GOMP_parallel
         self._run_by_threads.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+
+    @property
+    def address(self) -> int:
+        """Where its code is."""
+        return self._address
 
     def run(self, arguments: bytes, threads: int) -> None:
         """Run it on so many threads, all with the same arguments; other Python threads go on beside it."""
@@ -84,6 +90,20 @@ class NativeFunction:
             self._run_alone(arguments)
         else:
             self._run_by_threads(self._address, arguments, threads, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A compiled function with what it is told: whole numbers of 64 bits, some of them addresses of tensors, which are
+    kept for as long as it may run. threads: how many of torch's it is worth."""
+
+    function: NativeFunction
+    arguments: bytes
+    threads: int
+
+    def run(self) -> None:
+        """Run it now."""
+        self.function.run(self.arguments, self.threads)
 
 
 def _has(feature: str) -> bool:

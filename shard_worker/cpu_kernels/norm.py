@@ -9,7 +9,7 @@ import struct
 import torch
 
 from shard_worker.cpu_kernels.kernel_writer import ELEMENTS, Elements
-from shard_worker.cpu_kernels.native import NativeFunction, is_available, lanes, threads_for
+from shard_worker.cpu_kernels.native import Call, NativeFunction, is_available, lanes, threads_for
 from shard_worker.cpu_kernels.norm_kernel import norm_module
 
 _ARGUMENTS = struct.Struct("=9q")
@@ -36,12 +36,17 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Do what `ops.norm.rms_norm` does, for rows that `takes` says yes to. For the first rows of a dtype the kernel is
     compiled, which takes some hundredths of a second."""
-    size, count = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    results, epsilon = torch.empty(x.shape, dtype=x.dtype), epsilon_at(eps)
+    results = torch.empty(x.shape, dtype=x.dtype)
+    norm_call(x, weight, eps, results).run()
+    return results
+
+
+def norm_call(x: torch.Tensor, weight: torch.Tensor, eps: float, results: torch.Tensor) -> Call:
+    """Return the call that does what `rms_norm` does. results: where they go, like x without gaps."""
+    size, count, epsilon = x.shape[-1], x.shape[1] if x.dim() == 3 else 1, epsilon_at(eps)
     addresses = (tensor.data_ptr() for tensor in (x, weight, results, epsilon))
     arguments = _ARGUMENTS.pack(*addresses, x.shape[0], x.stride(0), count, size, weight.numel() // size)
-    _kernel(ELEMENTS[x.dtype]).run(arguments, threads_for(x.numel()))
-    return results
+    return Call(_kernel(ELEMENTS[x.dtype]), arguments, threads_for(x.numel()))
 
 
 @functools.cache

@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from services.model.config import Activation
+from shard_worker.cpu_kernels import elementwise as cpu_elementwise
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` (arXiv 2002.05202) of rows [n, 2 * width], gates first: [n, width]."""
+    if cpu_elementwise.takes(gate_up):
+        return cpu_elementwise.swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shard_worker.cpu_kernels import attention as cpu_attention
+from shard_worker.cpu_kernels.kernel_writer import BLOCK
 
 if torch.version.cuda or torch.version.hip:
     # What `Causal` needs brings a compiler along, which takes a second: not for a build that has no use for it, and
@@ -84,7 +85,7 @@ def attend(
         out = F.scaled_dot_product_attention(rows_last, keys[None], values[None], attn_mask=bias, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
     if rows == 1 and mask is None and cpu_attention.takes(keys):
-        return cpu_attention.attend(queries[0], keys, values).view(1, heads * head_dim)
+        return cpu_attention.attend(queries, keys, values).view(1, heads * head_dim)
     if rows == 1:
         # Heads are in order already: a step of one row takes no longer than it must.
         grouped = queries.reshape(1, kv_heads, group, head_dim)
@@ -102,6 +103,8 @@ def attend_each(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     queries: of the last rows of the span. window: as in `visibility`. The rest is as in `attend`.
     """
     rows, span = len(queries), keys.shape[1]
+    if (window is None or window >= BLOCK) and cpu_attention.takes(keys, rows):
+        return cpu_attention.attend(queries, keys, values, window).view(rows, -1)
     mixed = []
     for behind, query in enumerate(queries.chunk(rows), span - rows + 1):
         seen = slice(first_seen(behind - 1, window), behind)

@@ -18,9 +18,11 @@ from services.model.rope import Rope
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
 from shard_worker.cache.segment_caches import KeyKind, SegmentCaches, key_kinds, slots_of, state_groups
+from shard_worker.cpu_kernels import native
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
+from shard_worker.model.layer_program import LayerProgram
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.model.layers import decoder
 from shard_worker.model.per_layer import PerLayerInputs
@@ -62,6 +64,16 @@ class Segment:
     def slots(self) -> tuple[int, ...]:
         """Each layer's place in the cache that it uses."""
         return slots_of(self.config, self.layers)
+
+    @functools.cached_property
+    def program(self) -> LayerProgram | None:
+        """What runs a few rows through all layers by one call; None where there is no such thing."""
+        is_wide = self.kv_dtype in (None, self.dtype) and self.dtype is torch.bfloat16
+        if self.device.is_gpu or not is_wide or not native.is_available():
+            return None
+        indices = () if self.capture is None else self.capture.indices
+        captured = {index - self.layers.first for index in indices if index in self.layers}
+        return LayerProgram.of(self.config, self.weights, self.slots, captured)
 
     @functools.cached_property
     def attention_shapes(self) -> frozenset[AttentionShape]:
@@ -148,6 +160,11 @@ class Segment:
         )
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []
+        if self.program is not None and self.program.takes(rows):
+            hidden, captured = self.program.run(hidden, rows)
+            if capture is not None and features is not None:
+                capture.collect(captured, features, batch_invariant_rows)
+            return hidden
         slots = self.slots
         own = None if self.per_layer is None else self.per_layer.of(token_ids, batch_invariant_rows)
         for offset, weights in enumerate(self.weights):

@@ -17,14 +17,14 @@ from shard_worker.weights.whole_codes import WholeCodes, group_of
 _LEAST_GROUP = 16
 """The fewest columns that have one scale and offset, where `group_of` knows no more."""
 
-_UNPACKED_FROM = 64
+UNPACKED_FROM = 64
 """From so many rows of activations on, unpacking some of the matrix at a time and multiplying by that is faster."""
 
 
 class CpuCodesWeight(Weight):
     """A matrix on the CPU for bfloat16 activations, in codes of 4 or 8 bits."""
 
-    __slots__ = ("_codes", "_middle", "_numbers", "_product", "columns", "device", "dtype", "rows")
+    __slots__ = ("_codes", "_middle", "_numbers", "columns", "device", "dtype", "product", "rows")
 
     def __init__(self, packed: WholeCodes) -> None:
         """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16, which
@@ -41,7 +41,8 @@ class CpuCodesWeight(Weight):
             self._codes[some] = part.unsigned()
             scales, offsets = part.unsigned_numbers(group)
             self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=self._middle)], 2)
-        self._product = CodesProduct(self._codes, self._numbers, self.columns)
+        self.product = CodesProduct(self._codes, self._numbers, self.columns)
+        """What multiplies rows by it."""
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
@@ -76,8 +77,8 @@ class CpuCodesWeight(Weight):
     ) -> torch.Tensor:
         """As `Weight.matmul`. A row's result does not depend on how many rows there are, except for so many that the
         matrix is unpacked, which it is not where batch-invariant rows are asked for."""
-        if batch_invariant_rows is not None or len(x) < _UNPACKED_FROM:
-            return self._product.multiply(x, bias)
+        if batch_invariant_rows is not None or len(x) < UNPACKED_FROM:
+            return self.product.multiply(x, bias)
         wide = multiplied_dtype(self.dtype, self.device)
         activations, added = x.to(wide), None if bias is None else bias.to(wide)
         product = torch.empty(len(x), self.rows, dtype=self.dtype)

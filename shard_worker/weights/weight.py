@@ -297,8 +297,12 @@ class StackedWeight(Weight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
-        product = torch.cat([part.matmul(x, None, batch_invariant_rows) for part in self.parts], 1)
-        return product if bias is None else product + bias
+        products, first = [], 0
+        for part in self.parts:
+            own = None if bias is None else bias[first : first + part.rows]
+            products.append(part.matmul(x, own, batch_invariant_rows))
+            first += part.rows
+        return torch.cat(products, 1)
 
     def select_rows(self, rows: slice | torch.Tensor) -> Weight:
         """As `Weight.select_rows`, for a run of rows."""

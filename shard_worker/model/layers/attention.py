@@ -116,7 +116,7 @@ def _finish(
                 own = slice(first + run.start, first + run.stop)
                 turns = table[0][own], table[1][own]
                 norm, eps = weights.qk_norm, config.norm_eps
-                cpu_heads.finish(projected[own], first_value, norm, eps, turns, queries[own], *places)
+                cpu_heads.finishing_call(projected[own], first_value, norm, eps, turns, queries[own], *places).run()
             first += session.count
         return queries
     qk = projected[:, : heads + kv_heads]

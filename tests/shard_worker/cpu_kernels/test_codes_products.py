@@ -63,6 +63,18 @@ def test_codes_are_multiplied_by_their_scales_and_offsets(
                 assert torch.equal(product.multiply(x[part], added), together[part])
 
 
+def test_a_product_beside_others(threads: int) -> None:
+    """It is written into some columns of a larger tensor, and nothing else of that is."""
+    torch.manual_seed(5)
+    product = CodesProduct(codes_of(24, 64, 4)[0], torch.randn(24, 1, 2).bfloat16(), 64)
+    x, whole = torch.randn(3, 64).bfloat16(), torch.full((3, 50), 7.0).bfloat16()
+    rounded = torch.empty(3 * product.rounded_row, dtype=torch.uint8)
+    product.call(x, None, rounded, whole[:, 10:34]).run()
+    assert torch.equal(whole[:, 10:34], product.multiply(x))
+    assert torch.equal(whole[:, :10], torch.full((3, 10), 7.0).bfloat16())
+    assert torch.equal(whole[:, 34:], torch.full((3, 16), 7.0).bfloat16())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_sums_of_whole_numbers_are_exact(bits: int) -> None:
     """Activations of 8 bits lose nothing, in no order: each column has a part in each result."""

@@ -9,7 +9,7 @@ import torch
 
 from services.model.rope import Rope
 from shard_worker.cpu_kernels import heads, native
-from shard_worker.cpu_kernels.heads import finish
+from shard_worker.cpu_kernels.heads import finishing_call
 from shard_worker.ops.rope import Rotation, rope_table
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
@@ -77,7 +77,7 @@ def test_heads_are_normed_turned_and_stored(
         keys, values = cached.narrow(2, 4, len(own)).unbind()
         part = (table[0][rows], table[1][rows])
         made = torch.empty(len(own), queries, size, dtype=dtype)
-        finish(own, first_value, norm, EPS, part, made, keys, values)
+        finishing_call(own, first_value, norm, EPS, part, made, keys, values).run()
         assert (cached[:, :, :4] == 77).all()
         assert (cached[:, :, 4 + len(own) :] == 77).all()
         return made, keys.transpose(0, 1), values.transpose(0, 1)

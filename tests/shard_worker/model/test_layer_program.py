@@ -1,0 +1,159 @@
+"""Rows through all layers by one call, to the bit as they come out of one layer after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.bench.shapes import TARGETS
+from services.layers import LayerRange
+from services.model.quantization import Quantization, QuantizedTo
+from services.model.random_weights import KEY, PACKING
+from shard_worker.cpu_kernels import attention, native
+from shard_worker.device.devices import parse_devices
+from shard_worker.model.features import Features
+from shard_worker.model.layer_program import LayerProgram
+from shard_worker.stage.loader import CaptureRequest, StageLoader
+from shard_worker.stage.stage import Stage
+from shard_worker.weights.opening import open_checkpoint
+from tests.shard_worker.tiny import ids
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
+
+LAYERS = 4
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"] * 2}
+QWEN3, LLAMA = TARGETS["qwen3-0.6b"] | SIZES, TARGETS["llama-3.1-8b"] | SIZES
+MODELS: dict[str, dict[str, Any]] = {
+    # Of every second layer the values are in other codes than the queries and the keys.
+    "unlike codes": QWEN3 | {PACKING: "q4_k_m"},
+    "window": QWEN3 | SLIDING | {PACKING: "q4_k"},
+    "biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "8 bits": LLAMA | {PACKING: "q8_0"},
+}
+QUANTIZED = {"biases": Quantization(QuantizedTo.INT4)}
+
+COUNTS = [(1,), (9,), (1, 1, 1), (4, 1, 9)]
+"""Rows of each session."""
+
+
+@pytest.fixture(autouse=True)
+def old_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that multiplies no 16-bit floats, with three threads for any matrix."""
+    for module in (native, attention):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(native, "_LEAST_SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+def stage_of(folder: Path, name: str, captured: tuple[int, ...] = ()) -> Stage:
+    """Return the whole model as one stage."""
+    (folder / "config.json").write_text(json.dumps({**MODELS[name], KEY: True}))
+    checkpoint = open_checkpoint(folder, quantization=QUANTIZED.get(name))
+    loader = StageLoader(checkpoint, LayerRange(0, LAYERS), "bfloat16")
+    request = CaptureRequest(captured, None) if captured else None
+    return loader.load(parse_devices("cpu"), request, lambda done, total: None)
+
+
+def run(stage: Stage, counts: Sequence[int], bases: Sequence[int]) -> tuple[list[torch.Tensor], Features]:
+    """Return what two steps of several sessions make, and all that these remember; and what the draft is given.
+
+    bases: how many tokens each session has before the steps.
+    """
+    states = [stage.allocate(64, 16, 16) for _ in counts]
+    for number, (state, base) in enumerate(zip(states, bases, strict=True)):
+        prompt = ids(base, seed=number)
+        stage.run(state, stage.embed(prompt), None, uncommitted=False, token_ids=prompt)
+    made, features = [], Features()
+    for step in range(2):
+        tokens = ids(sum(counts), seed=50 + step)
+        features = Features()
+        uncommitted = [count > 1 for count in counts]
+        hidden = stage.embed(tokens)
+        made.append(stage.run_together(states, counts, hidden, features, uncommitted=uncommitted, token_ids=tokens))
+        for state, count in zip(states, counts, strict=True):
+            if count > 1:
+                stage.commit(state, state.length + count - 1)
+    for state in states:
+        for segment, caches in zip(stage.segments, state.caches, strict=True):
+            for offset, slot in enumerate(segment.slots):
+                shape = stage.config.attention(segment.layers.first + offset)
+                made += [one.clone() for one in caches.attention_of(shape).span(slot, 0, state.length)]
+    return made, features
+
+
+def without_program(stage: Stage) -> None:
+    """Have rows go through one layer after the other from now on."""
+    for segment in stage.segments:
+        segment.__dict__["program"] = None
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_those_of_one_layer_after_the_other(
+    name: str, counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of all sizes, biases, windows; one row, blocks, several sessions; with what they leave in the caches and
+    what a draft is given, and from the first position on that has enough before it."""
+    stage, taken = stage_of(tmp_path, name, (0, 2)), []
+    whole = LayerProgram.run
+    monkeypatch.setattr(LayerProgram, "run", lambda self, *rows: taken.append(rows) or whole(self, *rows))
+    bases = [7, 30, 11][: len(counts)]
+    made, features = run(stage, counts, bases)
+    assert len(taken) == 2
+    without_program(stage)
+    expected, of_expected = run(stage, counts, bases)
+    assert len(taken) == 2
+    assert len(made) == len(expected)
+    assert all(map(torch.equal, made, expected))
+    assert sorted(features.slices) == [0, 1]
+    assert all(torch.equal(features.slices[index], of_expected.slices[index]) for index in (0, 1))
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(tmp_path: Path) -> None:
+    """Alone, and in a step of many sessions after steps of others."""
+    stage = stage_of(tmp_path, "window")
+    [alone, _, *_], _ = run(stage, (1,), (40,))
+    for counts in COUNTS[2:]:
+        run(stage, counts, [9, 8, 7])
+    [again, _, *_], _ = run(stage, (1,), (40,))
+    assert torch.equal(again, alone)
+
+
+def test_rows_that_it_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as see few positions, and those of prompts, go through one layer after the other."""
+    stage, taken = stage_of(tmp_path, "window"), []
+    whole = LayerProgram.run
+    monkeypatch.setattr(LayerProgram, "run", lambda self, *rows: taken.append(rows) or whole(self, *rows))
+    run(stage, (1,), (4,))
+    assert taken == []
+    run(stage, (1,), (6,))
+    assert len(taken) == 1
+
+
+def test_which_layers_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where a matrix is no codes, a window is too short, or the CPU multiplies 16-bit floats itself."""
+    for name in MODELS:
+        assert stage_of(tmp_path, name).segments[0].program is not None
+    for change in ({PACKING: None}, {"sliding_window": 7}):
+        monkeypatch.setitem(
+            MODELS, "changed", {key: value for key, value in (MODELS["window"] | change).items() if value}
+        )
+        assert stage_of(tmp_path, "changed").segments[0].program is None
+    for module in (native, attention):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: True)
+    assert stage_of(tmp_path, "8 bits").segments[0].program is None
