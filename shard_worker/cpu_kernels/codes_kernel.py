@@ -67,18 +67,19 @@ def rounded_row(columns: int, groups: int) -> int:
 
 def codes_module(bits: int, run: int, name: str) -> ir.Module:
     """Return the module with the kernel, by which each thread rounds some rows of activations, and then multiplies all
-    of them by its share of the matrix's rows.
+    of them by its share of a matrix's rows, or runs of them by those of a matrix each.
 
-    An element of the matrix is `scale * (code - middle) + offset`, with one scale and offset for some neighbouring
+    An element of a matrix is `scale * (code - middle) + offset`, with one scale and offset for some neighbouring
     columns of a row, a power of two from 16 on. Codes are whole numbers from 0 on, in bytes, or two in a byte as `RUN`
     says. bits: of a code, 4 or 8. run: how many columns have one scale and offset at least, up to `LARGEST_RUN`.
 
-    The kernel's arguments: the addresses of the matrix, of its scales and offsets, of the activations, of memory for
-    their rounded rows, each as `rounded_row` says, of the product, and of the bias or 0; how many rows and columns the
-    matrix has, how many bytes lie from one of its rows to the next, and how many groups a row has; the logarithm to the
-    base 2 of a group's columns; how many bytes a rounded row takes; how many rows of activations there are; and how
-    many elements lie from one row of the product to the next. Scales and offsets are pairs of bfloat16. Activations,
-    the product and the bias are bfloat16, activations and the bias without gaps.
+    The kernel's arguments: the addresses of the activations, of memory for their rounded rows, each as `rounded_row`
+    says, and of the product; how many rows and columns each matrix has, how many bytes lie from one of its rows to the
+    next, and how many groups a row has; the logarithm to the base 2 of a group's columns; how many bytes a rounded row
+    takes; how many rows of activations there are; how many elements lie from one row of the product to the next; and
+    how many matrices there are. Behind them of each matrix: its address, that of its scales and offsets, and that of
+    its bias or 0; which row of activations is the first that is multiplied by it, and how many are. Scales and offsets
+    are pairs of bfloat16. Activations, the product and biases are bfloat16, activations and biases without gaps.
     """
     return _CodesWriter(bits, run).module(name)
 
@@ -96,21 +97,31 @@ class _CodesWriter(KernelWriter):
 
     def module(self, name: str) -> ir.Module:
         """Return the module, as `codes_module` does."""
-        builder, (matrix, numbers, activations, rounded, product, bias), others = self._kernel(name, 6, 8)
-        rows, columns, stride, groups, shift, length, count, distance = others
+        builder, (activations, rounded, product), others = self._kernel(name, 3, 9)
+        rows, columns, stride, groups, shift, length, count, distance, matrices = others
         widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
         widened.align = 64
         builder.call(self._rounding(), [activations, rounded, columns, groups, shift, length, count])
         # Other threads' rows are multiplied, too.
         builder.call(self._declared(THREADS_BARRIER, self._ir.VoidType(), []), [])
-        block = self._block()
-        with self._blocks(builder, rows) as row:
-            own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
-            of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
-            to = self._at(builder, product, row, self._half)
-            own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
-            part = [own, stride, of_own, groups, shift, rounded, length, columns, to, distance, own_bias]
-            builder.call(block, [*part, count, widened])
+        block, behind = self._block(), self._index(3 + 9)
+        with self._loop(builder, self._index(0), matrices, 1) as number:
+            first = builder.add(behind, builder.mul(number, self._index(5)))
+            at = (
+                self._at(builder, builder.function.args[0], builder.add(first, self._index(one)), self._index)
+                for one in range(5)
+            )
+            *addresses, begin, own_count = (builder.load(one, typ=self._index) for one in at)
+            matrix, numbers, bias = (builder.inttoptr(address, self._pointer) for address in addresses)
+            own_rounded = self._at(builder, rounded, builder.mul(begin, length), self._byte)
+            own_product = self._at(builder, product, builder.mul(begin, distance), self._half)
+            with self._blocks(builder, rows) as row:
+                own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
+                of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
+                to = self._at(builder, own_product, row, self._half)
+                own_bias = self._bias_of(builder, bias, row, Elements.BFLOAT16)
+                part = [own, stride, of_own, groups, shift, own_rounded, length, columns, to, distance, own_bias]
+                builder.call(block, [*part, own_count, widened])
         builder.ret_void()
         return self._module
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -16,14 +17,17 @@ from shard_worker.cpu_kernels.codes_kernel import LARGEST_RUN, codes_module, rou
 from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import Call, NativeFunction, is_available, threads_for
 
-_ARGUMENTS = struct.Struct("=14q")
+_ARGUMENTS = struct.Struct("=12q")
 """The kernel's, as `codes_module` says."""
+
+_MATRIX = struct.Struct("=5q")
+"""Those of each matrix, behind the others."""
 
 
 class CodesProduct:
     """The product with one matrix."""
 
-    __slots__ = ("_codes", "_kernel", "_numbers", "_shift", "columns", "rounded_row", "rows")
+    __slots__ = ("_addresses", "_codes", "_numbers", "columns", "kernel", "rounded_row", "rows", "sizes")
 
     def __init__(self, codes: torch.Tensor, numbers: torch.Tensor, columns: int) -> None:
         """codes: of 8 bits uint8 [rows, columns], or two of 4 bits in a byte, [rows, columns / 2], as `codes_module`
@@ -36,9 +40,11 @@ class CodesProduct:
         self.rows, groups, _ = numbers.shape
         self.rounded_row = rounded_row(columns, groups)
         """Bytes that a row of activations takes while it is multiplied."""
-        self._shift = (columns // groups).bit_length() - 1
+        shift = (columns // groups).bit_length() - 1
+        self._addresses = codes.data_ptr(), numbers.data_ptr()
+        self.sizes = self.rows, columns, codes.shape[1], groups, shift, self.rounded_row
         bits = 8 if codes.shape[1] == columns else 4
-        self._kernel = _kernel(bits, min(columns // groups, LARGEST_RUN))
+        self.kernel = _kernel(bits, min(columns // groups, LARGEST_RUN))
 
     @staticmethod
     def takes(rows: int, columns: int, bits: int, group: int) -> bool:
@@ -60,20 +66,43 @@ class CodesProduct:
         x, bias: bfloat16 without gaps. rounded: memory for rounded activations, n times `rounded_row` bytes at least.
         product: where it goes, bfloat16 [n, rows], whose rows may lie apart.
         """
-        groups, shift = self._numbers.shape[1], self._shift
-        addresses = (tensor.data_ptr() for tensor in (self._codes, self._numbers, x, rounded, product))
-        of_bias = 0 if bias is None else bias.data_ptr()
-        sizes = (
-            self.rows,
-            self.columns,
-            self._codes.shape[1],
-            groups,
-            shift,
-            self.rounded_row,
-            x.shape[0],
-            product.stride(0),
-        )
-        return Call(self._kernel, _ARGUMENTS.pack(*addresses, of_bias, *sizes), threads_for(self.rows * self.columns))
+        return call_of_each([(self, bias, x.shape[0])], x, rounded, product)
+
+    def is_like(self, other: CodesProduct) -> bool:
+        """Return whether one call can multiply by both matrices."""
+        return self.kernel is other.kernel and self.sizes == other.sizes
+
+    def arguments(self, bias: torch.Tensor | None, first: int, count: int) -> bytes:
+        """Return what the kernel is told of this matrix: by which rows of activations, from `first` on, it is
+        multiplied."""
+        return _MATRIX.pack(*self._addresses, 0 if bias is None else bias.data_ptr(), first, count)
+
+
+Share = tuple[CodesProduct, torch.Tensor | None, int]
+"""A matrix, its bias, bfloat16 without gaps, and how many rows of activations are multiplied by it."""
+
+
+def multiply_each(shares: Sequence[Share], x: torch.Tensor) -> torch.Tensor:
+    """Return rows x [n, columns], bfloat16, times matrices that are alike: of each some rows, behind those of the one
+    before it, as `CodesProduct.multiply` multiplies them; [n, rows]."""
+    x, (first, _, _) = x.contiguous(), shares[0]
+    rounded = torch.empty(x.shape[0], first.rounded_row, dtype=torch.uint8)
+    product = torch.empty(x.shape[0], first.rows, dtype=torch.bfloat16)
+    call_of_each(shares, x, rounded, product).run()
+    return product
+
+
+def call_of_each(shares: Sequence[Share], x: torch.Tensor, rounded: torch.Tensor, product: torch.Tensor) -> Call:
+    """Return the call that does what `multiply_each` does. rounded, product: as of `CodesProduct.call`."""
+    one, parts, begin = shares[0][0], [], 0
+    for matrix, bias, count in shares:
+        parts.append(matrix.arguments(bias, begin, count))
+        begin += count
+    addresses = x.data_ptr(), rounded.data_ptr(), product.data_ptr()
+    numbers = *one.sizes, x.shape[0], product.stride(0), len(shares)
+    return Call(
+        one.kernel, b"".join((_ARGUMENTS.pack(*addresses, *numbers), *parts)), threads_for(one.rows * one.columns)
+    )
 
 
 @functools.cache

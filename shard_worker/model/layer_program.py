@@ -1,14 +1,15 @@
-"""A few rows through all layers of a segment by one call, on CPUs whose kernels take all that is between."""
+"""A few rows through all layers of a segment by as few calls as can be, on CPUs with kernels for most of the layers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from services.model.config import Activation, AttentionShape, ModelConfig
+from services.model.config import Activation, ModelConfig
 from services.model.rope import Rope
 from shard_worker.cpu_kernels import attention, elementwise, heads, native, norm
 from shard_worker.cpu_kernels.codes_products import CodesProduct
@@ -16,6 +17,7 @@ from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import Call
 from shard_worker.cpu_kernels.program import Program
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
+from shard_worker.model.layers import decoder
 from shard_worker.model.rows import Rows, SessionRows
 from shard_worker.ops.attention import first_seen
 from shard_worker.weights.cpu_codes import UNPACKED_FROM, CpuCodesWeight
@@ -44,7 +46,7 @@ class _Matrix:
             own = None if bias is None else bias[first : first + part.rows].to(torch.bfloat16).contiguous()
             parts.append((part.product, own))
             first += part.rows
-        return cls(tuple(parts))
+        return cls(tuple(parts)) if first % (2 * native.lanes()) == 0 else None
 
     @property
     def rows(self) -> int:
@@ -70,53 +72,56 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer's weights as kernels take them. slot: its place in its caches."""
+class _Attention:
+    """An attention mixer that kernels take."""
 
-    weights: DecoderWeights
-    mixer: AttentionWeights
+    weights: AttentionWeights
     qkv: _Matrix
     out: _Matrix
-    gate_up: _Matrix
-    down: _Matrix
-    slot: int
 
     @classmethod
-    def of(cls, weights: DecoderWeights, slot: int) -> _Layer | None:
-        """Return that of a layer; None where something of it has no kernel."""
-        mixer, mlp = weights.mixer, weights.mlp
-        if not isinstance(mixer, AttentionWeights) or not isinstance(mlp, MlpWeights):
+    def of(cls, weights: object) -> _Attention | None:
+        """Return that of a mixer; None where kernels do not take it."""
+        if not isinstance(weights, AttentionWeights) or not _attends(weights):
             return None
-        others = (
-            *(weights.mixer_output_norm, weights.mlp_output_norm, weights.output_scale, weights.per_layer),
-            *(mixer.sinks, mixer.head_gates, mixer.value_norm),
-        )
-        if (
-            any(other is not None for other in others)
-            or mixer.gated
-            or mixer.shares
-            or mlp.activation is not Activation.SILU
-            or not _attends(mixer.shape)
-        ):
-            return None
-        qkv, out = _Matrix.of(mixer.qkv, mixer.qkv_bias), _Matrix.of(mixer.out, mixer.out_bias)
-        gate_up, down = _Matrix.of(mlp.gate_up, mlp.gate_up_bias), _Matrix.of(mlp.down, mlp.down_bias)
-        if qkv is None or out is None or gate_up is None or down is None:
-            return None
-        made = cls(weights, mixer, qkv, out, gate_up, down, slot)
-        return made if all(matrix.rows % (2 * native.lanes()) == 0 for matrix in made.matrices) else None
-
-    @property
-    def matrices(self) -> tuple[_Matrix, ...]:
-        """Its matrices in the order in which rows are multiplied by them."""
-        return self.qkv, self.out, self.gate_up, self.down
+        qkv, out = _Matrix.of(weights.qkv, weights.qkv_bias), _Matrix.of(weights.out, weights.out_bias)
+        return None if qkv is None or out is None else cls(weights, qkv, out)
 
 
-def _attends(shape: AttentionShape) -> bool:
-    """Return whether kernels turn heads, and attend, in this way."""
-    lanes, turning = native.lanes(), shape.rope.rotary_dim
+@dataclass(frozen=True, slots=True)
+class _SwiGlu:
+    """A feed-forward part that kernels take."""
+
+    gate_up: _Matrix
+    down: _Matrix
+
+    @classmethod
+    def of(cls, weights: object) -> _SwiGlu | None:
+        """Return that of a feed-forward part; None where kernels do not take it."""
+        if not isinstance(weights, MlpWeights) or weights.activation is not Activation.SILU:
+            return None
+        gate_up, down = _Matrix.of(weights.gate_up, weights.gate_up_bias), _Matrix.of(weights.down, weights.down_bias)
+        return None if gate_up is None or down is None else cls(gate_up, down)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's weights, with what kernels take of them. slot: its place in its caches."""
+
+    weights: DecoderWeights
+    attention: _Attention | None
+    swiglu: _SwiGlu | None
+    slot: int
+
+
+def _attends(mixer: AttentionWeights) -> bool:
+    """Return whether kernels turn heads, and attend, in a mixer's way."""
+    shape, lanes = mixer.shape, native.lanes()
+    turning = shape.rope.rotary_dim
     return (
-        not native.multiplies(torch.bfloat16)
+        not (mixer.gated or mixer.shares)
+        and all(one is None for one in (mixer.sinks, mixer.head_gates, mixer.value_norm))
+        and not native.multiplies(torch.bfloat16)
         and shape.head_dim % lanes == 0
         and turning % (2 * lanes) == 0
         and (shape.head_dim - turning) % lanes == 0
@@ -125,10 +130,10 @@ def _attends(shape: AttentionShape) -> bool:
 
 
 class LayerProgram:
-    """The layers of a segment, each of attention and SwiGLU, with all matrices in codes, on bfloat16 activations.
+    """The layers of a segment, some parts of which have their matrices in codes, on bfloat16 activations.
 
-    A row comes out bit for bit as it does from `layers.decoder` with batch-invariant rows. It is run by one thread at a
-    time.
+    All that kernels take between two other parts is one call. A row comes out bit for bit as it does from
+    `layers.decoder` with batch-invariant rows. It is run by one thread at a time.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[_Layer], captured: Set[int]) -> None:
@@ -140,10 +145,17 @@ class LayerProgram:
     def of(
         cls, config: ModelConfig, weights: Sequence[DecoderWeights], slots: Sequence[int], captured: Set[int]
     ) -> LayerProgram | None:
-        """Return that of these layers; None where some of them has no kernels. slots: their places in their caches."""
-        layers = [_Layer.of(*each) for each in zip(weights, slots, strict=True)]
-        known = [layer for layer in layers if layer is not None]
-        return cls(config, known, captured) if len(known) == len(layers) else None
+        """Return that of these layers; None where there is one of which kernels take nothing, or which does more than
+        most do. slots: their places in their caches."""
+        is_usual = all(one.output_scale is None and one.per_layer is None for one in weights)
+        if config.hidden_size % native.lanes() or not is_usual:
+            return None
+        layers = [
+            _Layer(one, _Attention.of(one.mixer), _SwiGlu.of(one.mlp), slot)
+            for one, slot in zip(weights, slots, strict=True)
+        ]
+        is_taken = all(layer.attention is not None or layer.swiglu is not None for layer in layers)
+        return cls(config, layers, captured) if is_taken else None
 
     def takes(self, rows: Rows) -> bool:
         """Return whether `run` takes these rows: all are to come out as they would alone, and see enough positions."""
@@ -167,7 +179,7 @@ class LayerProgram:
 
 
 class _Step:
-    """The program for sessions of so many rows each, with the memory that it computes in."""
+    """What is done to rows of sessions, so many of each, with the memory that it is computed in."""
 
     def __init__(
         self, config: ModelConfig, layers: Sequence[_Layer], counts: Sequence[int], captured: Set[int]
@@ -175,28 +187,34 @@ class _Step:
         self._config, self._layers = config, layers
         self._count = count = sum(counts)
         self._parts = [slice(end - own, end) for own, end in zip(counts, itertools.accumulate(counts), strict=True)]
-        qkvs, outs, gate_ups, downs = zip(*(layer.matrices for layer in layers), strict=True)
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        swiglus = [layer.swiglu for layer in layers if layer.swiglu is not None]
 
         def memory(sizes: Iterable[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.empty(count * max(sizes), dtype=dtype)
+            return torch.empty(count * max(sizes, default=0), dtype=dtype)
 
-        hidden = config.hidden_size
-        self._normed, self._between, self._made = (torch.empty(count, hidden, dtype=torch.bfloat16) for _ in range(3))
-        self._qkv, self._gate_up = (memory(one.rows for one in of) for of in (qkvs, gate_ups))
-        self._queries, self._mixed, self._gated = (memory(one.columns for one in of) for of in (outs, outs, downs))
-        self._rounded = memory((one.rounded_row for layer in layers for one in layer.matrices), torch.uint8)
+        self._normed, self._between, self._made, *turns = (
+            torch.empty(count, config.hidden_size, dtype=torch.bfloat16) for _ in range(5)
+        )
+        self._qkv = memory(one.qkv.rows for one in attentions)
+        self._queries, self._mixed = (memory(one.out.columns for one in attentions) for _ in range(2))
+        self._gate_up = memory(one.gate_up.rows for one in swiglus)
+        self._gated = memory(one.down.columns for one in swiglus)
+        matrices = [matrix for one in attentions for matrix in (one.qkv, one.out)]
+        matrices += [matrix for one in swiglus for matrix in (one.gate_up, one.down)]
+        self._rounded = memory((one.rounded_row for one in matrices), torch.uint8)
         self._scores = torch.empty(0)
         # What a layer is given and what it makes are two tensors. What captured layers make stays to the end.
-        turns = [torch.empty(count, hidden, dtype=torch.bfloat16) for _ in range(2)]
         self._streams = [turns[0]]
         for index in range(len(layers)):
-            kept = index in captured
-            self._streams.append(torch.empty_like(turns[0]) if kept else turns[(index + 1) % 2])
+            self._streams.append(torch.empty_like(turns[0]) if index in captured else turns[(index + 1) % 2])
         self._captured = [self._streams[index + 1] for index in sorted(captured)]
-        self._program: Program | None = None
-        self._sessions_at: list[int] = []
-        """Of each layer the number of the first call that depends on sessions and positions."""
         self._heads = [self._heads_of(layer) for layer in layers]
+        self._pieces: list[Program | Callable[[Rows], torch.Tensor]] = []
+        """Programs, and between them what is done by `layers`, whose results go to `_made`."""
+        self._sessions_at: dict[int, tuple[Program, int]] = {}
+        """Of layers that kernels attend for, where the calls are that depend on sessions and positions: the number of
+        the first one in a program."""
 
     def run(self, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """As `LayerProgram.run`."""
@@ -205,41 +223,69 @@ class _Step:
         if self._scores.numel() < attention.scores_size(longest):
             self._scores = torch.empty(attention.scores_size(2 * longest))
         tables = {rope: [(cos[own], sin[own]) for own in self._parts] for rope, (cos, sin) in rows.ropes.items()}
-        if self._program is None:
-            calls: list[Call] = []
-            for index in range(len(self._layers)):
-                self._extend(calls, index, rows.sessions, tables)
-            self._program = Program(calls)
+        if not self._pieces:
+            self._write(rows.sessions, tables)
         else:
-            for index, first in enumerate(self._sessions_at):
+            for index, (program, first) in self._sessions_at.items():
                 for number, call in enumerate(self._session_calls(index, rows.sessions, tables), first):
-                    self._program.change(number, call)
-        self._program.run()
+                    program.change(number, call)
+        for piece in self._pieces:
+            if isinstance(piece, Program):
+                piece.run()
+            else:
+                self._made.copy_(piece(rows))
         return self._streams[-1].clone(), [stream.clone() for stream in self._captured]
 
-    def _extend(self, calls: list[Call], index: int, sessions: Sequence[SessionRows], tables: _Tables) -> None:
-        """Write the calls of a layer behind others."""
-        layer, eps = self._layers[index], self._config.norm_eps
-        given, made = self._streams[index], self._streams[index + 1]
-        qkv, mixed = self._of_rows(self._qkv, layer.qkv.rows), self._of_rows(self._mixed, layer.out.columns)
-        gate_up = self._of_rows(self._gate_up, layer.gate_up.rows)
-        gated = self._of_rows(self._gated, layer.down.columns)
-        calls.append(norm.norm_call(given, layer.weights.input_norm, eps, self._normed))
-        calls.extend(layer.qkv.calls(self._normed, self._rounded, qkv))
-        self._sessions_at.append(len(calls))
-        calls.extend(self._session_calls(index, sessions, tables))
-        calls.extend(layer.out.calls(mixed, self._rounded, self._made))
-        calls.append(elementwise.sum_call(given, self._made, self._between))
-        calls.append(norm.norm_call(self._between, layer.weights.post_norm, eps, self._normed))
-        calls.extend(layer.gate_up.calls(self._normed, self._rounded, gate_up))
-        calls.append(elementwise.swiglu_call(gate_up, gated))
-        calls.extend(layer.down.calls(gated, self._rounded, self._made))
-        calls.append(elementwise.sum_call(self._between, self._made, made))
+    def _write(self, sessions: Sequence[SessionRows], tables: _Tables) -> None:
+        """Write all pieces."""
+        config, eps = self._config, self._config.norm_eps
+        calls: list[Call] = []
+        waiting: dict[int, int] = {}
+
+        def end_program() -> None:
+            program = Program(calls)
+            self._pieces.append(program)
+            self._sessions_at.update({index: (program, first) for index, first in waiting.items()})
+            calls.clear()
+            waiting.clear()
+
+        for index, layer in enumerate(self._layers):
+            weights, given, made = layer.weights, self._streams[index], self._streams[index + 1]
+            calls.append(norm.norm_call(given, weights.input_norm, eps, self._normed))
+            if layer.attention is not None:
+                qkv, out = layer.attention.qkv, layer.attention.out
+                calls.extend(qkv.calls(self._normed, self._rounded, self._of_rows(self._qkv, qkv.rows)))
+                waiting[index] = len(calls)
+                calls.extend(self._session_calls(index, sessions, tables))
+                calls.extend(out.calls(self._of_rows(self._mixed, out.columns), self._rounded, self._made))
+            else:
+                end_program()
+                mixer = decoder.mixer_of(weights.kind.mixer)
+                self._pieces.append(partial(mixer.run, config, weights.mixer, layer.slot, self._normed))
+            if weights.mixer_output_norm is not None:
+                calls.append(norm.norm_call(self._made, weights.mixer_output_norm, eps, self._made))
+            calls.append(elementwise.sum_call(given, self._made, self._between))
+            calls.append(norm.norm_call(self._between, weights.post_norm, eps, self._normed))
+            if layer.swiglu is not None:
+                first, second = layer.swiglu.gate_up, layer.swiglu.down
+                gate_up, gated = self._of_rows(self._gate_up, first.rows), self._of_rows(self._gated, second.columns)
+                calls.extend(first.calls(self._normed, self._rounded, gate_up))
+                calls.append(elementwise.swiglu_call(gate_up, gated))
+                calls.extend(second.calls(gated, self._rounded, self._made))
+            else:
+                end_program()
+                run = decoder.feed_forward_of(weights.feed_forward).run
+                self._pieces.append(partial(run, weights.mlp, self._normed, residual=self._between))
+            if weights.mlp_output_norm is not None:
+                calls.append(norm.norm_call(self._made, weights.mlp_output_norm, eps, self._made))
+            calls.append(elementwise.sum_call(self._between, self._made, made))
+        end_program()
 
     def _session_calls(self, index: int, sessions: Sequence[SessionRows], tables: _Tables) -> Iterator[Call]:
         """Yield the calls of a layer that depend on sessions and positions."""
         layer, eps = self._layers[index], self._config.norm_eps
-        shape, norms = layer.mixer.shape, layer.mixer.qk_norm
+        assert layer.attention is not None
+        shape, norms = layer.attention.weights.shape, layer.attention.weights.qk_norm
         first_value = shape.heads if shape.keys_as_values else shape.heads + shape.kv_heads
         each = zip(sessions, self._heads[index], tables[shape.rope], strict=True)
         for session, (projected, queries, mixed), table in each:
@@ -250,10 +296,14 @@ class _Step:
             yield attention.attending_call(queries, *keys_and_values, mixed, self._scores, shape.window)
 
     def _heads_of(self, layer: _Layer) -> list[tuple[torch.Tensor, ...]]:
-        """Return of each session the heads of its rows in a layer: those projected, the queries, and what attention
-        makes of these, [n, heads, head_dim] all."""
-        widths = (self._qkv, layer.qkv.rows), (self._queries, layer.out.columns), (self._mixed, layer.out.columns)
-        whole = [self._of_rows(*each).view(self._count, -1, layer.mixer.shape.head_dim) for each in widths]
+        """Return of each session the heads of its rows in a layer that kernels attend for: those projected, the
+        queries, and what attention makes of these, [n, heads, head_dim] all."""
+        if layer.attention is None:
+            return []
+        qkv, out = layer.attention.qkv, layer.attention.out
+        widths = (self._qkv, qkv.rows), (self._queries, out.columns), (self._mixed, out.columns)
+        head_dim = layer.attention.weights.shape.head_dim
+        whole = [self._of_rows(*each).view(self._count, -1, head_dim) for each in widths]
         return [tuple(tensor[own] for tensor in whole) for own in self._parts]
 
     def _of_rows(self, memory: torch.Tensor, width: int) -> torch.Tensor:

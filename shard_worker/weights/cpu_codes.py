@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from services.model.target_tensors import CPU_ROWS_MULTIPLE
 from shard_worker.cpu_kernels import native
 from shard_worker.cpu_kernels.codes_kernel import RUN, middle_of
-from shard_worker.cpu_kernels.codes_products import CodesProduct
+from shard_worker.cpu_kernels.codes_products import CodesProduct, Share, multiply_each
 from shard_worker.weights.weight import Weight, multiplied_dtype, rows_at_a_time
 from shard_worker.weights.whole_codes import WholeCodes, group_of
 
@@ -107,6 +107,24 @@ class CpuCodesWeight(Weight):
             codes = torch.stack([runs & 15, runs >> 4], 2)
         scales, offsets = numbers.unsqueeze(2).unbind(3)
         return torch.addcmul(offsets, codes.view(count, groups, -1).float().sub_(self._middle), scales).flatten(1)
+
+
+def matmul_each(
+    shares: Sequence[tuple[Weight, torch.Tensor | None, int]], x: torch.Tensor, batch_invariant_rows: int | None
+) -> torch.Tensor:
+    """Return rows x [n, columns] times matrices of one shape: of each, with its bias, some rows, behind those of the
+    one before it; [n, rows]. Rows come out as `Weight.matmul` multiplies them."""
+    together: list[Share] = []
+    for weight, bias, count in shares:
+        few = batch_invariant_rows is not None or count < UNPACKED_FROM
+        if isinstance(weight, CpuCodesWeight) and few and (not together or weight.product.is_like(together[0][0])):
+            together.append((weight.product, None if bias is None else bias.to(weight.dtype).contiguous(), count))
+    if len(together) == len(shares):
+        return multiply_each(together, x)
+    parts = x.split_with_sizes([count for _, _, count in shares])
+    pairs = zip(shares, parts, strict=True)
+    made = [weight.matmul(part, bias, batch_invariant_rows) for (weight, bias, _), part in pairs]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _group(packed: WholeCodes) -> int:

@@ -55,9 +55,9 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeigh
     return DecoderWeights(
         kind=kind,
         input_norm=norms[Norm.MIXER],
-        mixer=_mixer(kind.mixer).pack(config, layer, tensors),
+        mixer=mixer_of(kind.mixer).pack(config, layer, tensors),
         post_norm=norms[Norm.FEED_FORWARD],
-        mlp=_feed_forward(feed_forward).pack(config, layer, tensors),
+        mlp=feed_forward_of(feed_forward).pack(config, layer, tensors),
         feed_forward=feed_forward,
         mixer_output_norm=norms.get(Norm.MIXER_OUTPUT),
         mlp_output_norm=norms.get(Norm.FEED_FORWARD_OUTPUT),
@@ -89,12 +89,12 @@ def run(
     """
     norm = rows.operations.rms_norm
     normed = norm(hidden, weights.input_norm, config.norm_eps)
-    mixed = _mixer(weights.kind.mixer).run(config, weights.mixer, slot, normed, rows)
+    mixed = mixer_of(weights.kind.mixer).run(config, weights.mixer, slot, normed, rows)
     if weights.mixer_output_norm is not None:
         mixed = norm(mixed, weights.mixer_output_norm, config.norm_eps)
     hidden = hidden + mixed
     normed = norm(hidden, weights.post_norm, config.norm_eps)
-    made = _feed_forward(weights.feed_forward).run(weights.mlp, normed, rows, hidden)
+    made = feed_forward_of(weights.feed_forward).run(weights.mlp, normed, rows, hidden)
     if weights.mlp_output_norm is not None:
         made = norm(made, weights.mlp_output_norm, config.norm_eps)
     hidden = hidden + made
@@ -114,10 +114,12 @@ def _enter(
 
 
 @functools.cache
-def _mixer(name: str) -> Mixer:
+def mixer_of(name: str) -> Mixer:
+    """Return the module of a mixer, by its name in `LayerKind`."""
     return cast(Mixer, importlib.import_module(f"{__package__}.{name}"))
 
 
 @functools.cache
-def _feed_forward(name: str) -> FeedForward:
+def feed_forward_of(name: str) -> FeedForward:
+    """Return the module of a feed-forward part, by its name in `ModelConfig`."""
     return cast(FeedForward, importlib.import_module(f"{__package__}.{name}"))

@@ -18,6 +18,7 @@ from services.model.layers.experts import sizes
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
 from shard_worker.model.rows import PLAIN, Rows
+from shard_worker.weights.cpu_codes import matmul_each
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 _ROWS_AT_A_TIME = 1024
@@ -192,17 +193,10 @@ def _parts(
     fixed_rows = None if rows is None else rows.batch_invariant_rows
     for run, own in _runs(weights.experts, routed.counts, first, last, 1 if x.is_cuda else _ROWS_AT_A_TIME):
         row_of = routed.row_of[own]
-        sent, counts = x[row_of], [count for _, count in run]
-        gate_ups = [
-            expert.gate_up.matmul(part, expert.gate_up_bias, fixed_rows)
-            for (expert, _), part in zip(run, sent.split_with_sizes(counts), strict=True)
-        ]
-        hidden = swiglu.gated(run[0][0], _together_again(gate_ups), rows)
-        outs = [
-            expert.down.matmul(part, expert.down_bias, fixed_rows)
-            for (expert, _), part in zip(run, hidden.split_with_sizes(counts), strict=True)
-        ]
-        yield row_of, _together_again(outs).float() * routed.share_of[own].float()
+        gate_up = [(expert.gate_up, expert.gate_up_bias, count) for expert, count in run]
+        down = [(expert.down, expert.down_bias, count) for expert, count in run]
+        hidden = swiglu.gated(run[0][0], matmul_each(gate_up, x[row_of], fixed_rows), rows)
+        yield row_of, matmul_each(down, hidden, fixed_rows).float() * routed.share_of[own].float()
 
 
 def _runs(
@@ -221,10 +215,6 @@ def _runs(
             begin, run = end, []
     if run:
         yield run, slice(begin, end)
-
-
-def _together_again(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _sum(

@@ -9,7 +9,7 @@ import torch
 
 from shard_worker.cpu_kernels import codes_products, native
 from shard_worker.cpu_kernels.codes_kernel import RUN
-from shard_worker.cpu_kernels.codes_products import CodesProduct
+from shard_worker.cpu_kernels.codes_products import CodesProduct, multiply_each
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
 
@@ -61,6 +61,24 @@ def test_codes_are_multiplied_by_their_scales_and_offsets(
             for first in (0, 23 - count):
                 part = slice(first, first + count)
                 assert torch.equal(product.multiply(x[part], added), together[part])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_several_matrices(bits: int, threads: int) -> None:
+    """Each run of rows has the bits that it has with its own matrix alone; not all have a bias."""
+    torch.manual_seed(bits)
+    x, shares, expected = torch.randn(8, 128).bfloat16(), [], []
+    for number, count in enumerate((1, 5, 2)):
+        matrix = CodesProduct(codes_of(40, 128, bits)[0], torch.randn(40, 2, 2).bfloat16(), 128)
+        bias = torch.randn(40).bfloat16() if number else None
+        first = sum(count for _, _, count in shares)
+        expected.append(matrix.multiply(x[first : first + count], bias))
+        shares.append((matrix, bias, count))
+    assert shares[0][0].is_like(shares[1][0])
+    assert torch.equal(multiply_each(shares, x), torch.cat(expected))
+    for rows, groups in ((48, 2), (40, 4)):
+        other = CodesProduct(codes_of(rows, 128, bits)[0], torch.randn(rows, groups, 2).bfloat16(), 128)
+        assert not other.is_like(shares[0][0])
 
 
 def test_a_product_beside_others(threads: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from coordinator.bench.shapes import TARGETS
 from services.layers import LayerRange
+from services.model.config import LayerKind
 from services.model.quantization import Quantization, QuantizedTo
 from services.model.random_weights import KEY, PACKING
 from shard_worker.cpu_kernels import attention, native
@@ -38,14 +39,35 @@ SIZES = {
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"] * 2}
 QWEN3, LLAMA = TARGETS["qwen3-0.6b"] | SIZES, TARGETS["llama-3.1-8b"] | SIZES
+HYBRID = TARGETS["qwen3.5-9b"] | SIZES | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+EXPERTS = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
+GEMMA3 = {
+    **SIZES,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 MODELS: dict[str, dict[str, Any]] = {
     # Of every second layer the values are in other codes than the queries and the keys.
     "unlike codes": QWEN3 | {PACKING: "q4_k_m"},
     "window": QWEN3 | SLIDING | {PACKING: "q4_k"},
     "biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
     "8 bits": LLAMA | {PACKING: "q8_0"},
+    # Some of these layers go on as they do without programs: mixtures, recurrent and gated mixers, and other gates.
+    "experts": TARGETS["qwen3-30b-a3b"] | SIZES | EXPERTS | {PACKING: "q4_k"},
+    "dense beside experts": TARGETS["qwen3-30b-a3b"] | SIZES | EXPERTS | {"mlp_only_layers": [1, 2]},
+    "recurrent": HYBRID | {PACKING: "q4_k"},
+    "output norms": GEMMA3,
 }
-QUANTIZED = {"biases": Quantization(QuantizedTo.INT4)}
+QUANTIZED = {name: Quantization(QuantizedTo.INT4) for name in ("biases", "dense beside experts", "output norms")}
 
 COUNTS = [(1,), (9,), (1, 1, 1), (4, 1, 9)]
 """Rows of each session."""
@@ -91,6 +113,10 @@ def run(stage: Stage, counts: Sequence[int], bases: Sequence[int]) -> tuple[list
     for state in states:
         for segment, caches in zip(stage.segments, state.caches, strict=True):
             for offset, slot in enumerate(segment.slots):
+                if segment.weights[offset].kind is LayerKind.LINEAR:
+                    assert caches.recurrent is not None
+                    made += [caches.recurrent.state[slot].clone(), caches.recurrent.conv[slot, :3].clone()]
+                    continue
                 shape = stage.config.attention(segment.layers.first + offset)
                 made += [one.clone() for one in caches.attention_of(shape).span(slot, 0, state.length)]
     return made, features
@@ -146,14 +172,13 @@ def test_rows_that_it_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_which_layers_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where a matrix is no codes, a window is too short, or the CPU multiplies 16-bit floats itself."""
+    """None where no matrix is in codes, or a layer is taken in no part: windows that are too short beside a mixture, or
+    a CPU that multiplies 16-bit floats itself."""
     for name in MODELS:
         assert stage_of(tmp_path, name).segments[0].program is not None
-    for change in ({PACKING: None}, {"sliding_window": 7}):
-        monkeypatch.setitem(
-            MODELS, "changed", {key: value for key, value in (MODELS["window"] | change).items() if value}
-        )
+    for base, change in (("window", {PACKING: None}), ("experts", SLIDING | {"sliding_window": 7})):
+        monkeypatch.setitem(MODELS, "changed", {key: value for key, value in (MODELS[base] | change).items() if value})
         assert stage_of(tmp_path, "changed").segments[0].program is None
     for module in (native, attention):
         monkeypatch.setattr(module, "multiplies", lambda dtype: True)
-    assert stage_of(tmp_path, "8 bits").segments[0].program is None
+    assert stage_of(tmp_path, "experts").segments[0].program is None
