@@ -26,6 +26,9 @@ from shard_worker.weights.weight import StackedWeight, Weight
 _Tables = Mapping[Rope, Sequence[tuple[torch.Tensor, torch.Tensor]]]
 """By how positions enter, the rotary table of each session's rows."""
 
+_Piece = Program | Callable[[Rows], torch.Tensor]
+"""A program, or what is done between two of them to rows."""
+
 _MOST_STEPS = 16
 """How many steps are kept, each of other numbers of sessions' rows."""
 
@@ -210,7 +213,7 @@ class _Step:
             self._streams.append(torch.empty_like(turns[0]) if index in captured else turns[(index + 1) % 2])
         self._captured = [self._streams[index + 1] for index in sorted(captured)]
         self._heads = [self._heads_of(layer) for layer in layers]
-        self._pieces: list[Program | Callable[[Rows], torch.Tensor]] = []
+        self._pieces: list[_Piece] = []
         """Programs, and between them what is done by `layers`, whose results go to `_made`."""
         self._sessions_at: dict[int, tuple[Program, int]] = {}
         """Of layers that kernels attend for, where the calls are that depend on sessions and positions: the number of
@@ -224,7 +227,8 @@ class _Step:
             self._scores = torch.empty(attention.scores_size(2 * longest))
         tables = {rope: [(cos[own], sin[own]) for own in self._parts] for rope, (cos, sin) in rows.ropes.items()}
         if not self._pieces:
-            self._write(rows.sessions, tables)
+            # Where a session has no memory for its rows, nothing is left of what was written by then.
+            self._pieces, self._sessions_at = self._written(rows.sessions, tables)
         else:
             for index, (program, first) in self._sessions_at.items():
                 for number, call in enumerate(self._session_calls(index, rows.sessions, tables), first):
@@ -236,16 +240,20 @@ class _Step:
                 self._made.copy_(piece(rows))
         return self._streams[-1].clone(), [stream.clone() for stream in self._captured]
 
-    def _write(self, sessions: Sequence[SessionRows], tables: _Tables) -> None:
-        """Write all pieces."""
+    def _written(
+        self, sessions: Sequence[SessionRows], tables: _Tables
+    ) -> tuple[list[_Piece], dict[int, tuple[Program, int]]]:
+        """Return all pieces, and where in them the calls are that depend on sessions and positions."""
         config, eps = self._config, self._config.norm_eps
+        pieces: list[_Piece] = []
+        sessions_at: dict[int, tuple[Program, int]] = {}
         calls: list[Call] = []
         waiting: dict[int, int] = {}
 
         def end_program() -> None:
             program = Program(calls)
-            self._pieces.append(program)
-            self._sessions_at.update({index: (program, first) for index, first in waiting.items()})
+            pieces.append(program)
+            sessions_at.update({index: (program, first) for index, first in waiting.items()})
             calls.clear()
             waiting.clear()
 
@@ -261,7 +269,7 @@ class _Step:
             else:
                 end_program()
                 mixer = decoder.mixer_of(weights.kind.mixer)
-                self._pieces.append(partial(mixer.run, config, weights.mixer, layer.slot, self._normed))
+                pieces.append(partial(mixer.run, config, weights.mixer, layer.slot, self._normed))
             if weights.mixer_output_norm is not None:
                 calls.append(norm.norm_call(self._made, weights.mixer_output_norm, eps, self._made))
             calls.append(elementwise.sum_call(given, self._made, self._between))
@@ -275,11 +283,12 @@ class _Step:
             else:
                 end_program()
                 run = decoder.feed_forward_of(weights.feed_forward).run
-                self._pieces.append(partial(run, weights.mlp, self._normed, residual=self._between))
+                pieces.append(partial(run, weights.mlp, self._normed, residual=self._between))
             if weights.mlp_output_norm is not None:
                 calls.append(norm.norm_call(self._made, weights.mlp_output_norm, eps, self._made))
             calls.append(elementwise.sum_call(self._between, self._made, made))
         end_program()
+        return pieces, sessions_at
 
     def _session_calls(self, index: int, sessions: Sequence[SessionRows], tables: _Tables) -> Iterator[Call]:
         """Yield the calls of a layer that depend on sessions and positions."""

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from coordinator.bench.shapes import TARGETS
+from services.errors import ResourceExhausted
 from services.layers import LayerRange
 from services.model.config import LayerKind
 from services.model.quantization import Quantization, QuantizedTo
 from services.model.random_weights import KEY, PACKING
+from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cpu_kernels import attention, native
 from shard_worker.device.devices import parse_devices
 from shard_worker.model.features import Features
@@ -169,6 +171,29 @@ def test_rows_that_it_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert taken == []
     run(stage, (1,), (6,))
     assert len(taken) == 1
+
+
+def test_a_step_without_memory_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of its kind fails in the third layer, and the next one is whole."""
+    stage = stage_of(tmp_path, "experts")
+    places, asked = AttentionCache.places, []
+
+    def without_memory(self: AttentionCache, layer: int, first: int, count: int) -> Any:
+        if count == 1:
+            asked.append(layer)
+            if layer == 2:
+                raise ResourceExhausted("no memory")
+        return places(self, layer, first, count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AttentionCache, "places", without_memory)
+        with pytest.raises(ResourceExhausted):
+            run(stage, (1,), (30,))
+    assert asked == [0, 1, 2]
+    made, _ = run(stage, (1,), (30,))
+    without_program(stage)
+    expected, _ = run(stage, (1,), (30,))
+    assert all(map(torch.equal, made, expected))
 
 
 def test_which_layers_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
