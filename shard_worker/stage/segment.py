@@ -162,17 +162,13 @@ class Segment:
         captured: list[torch.Tensor] = []
         if self.program is not None and self.program.takes(rows):
             hidden, captured = self.program.run(hidden, rows)
-            if capture is not None and features is not None:
-                capture.collect(captured, features, batch_invariant_rows)
-            return hidden
-        slots = self.slots
-        own = None if self.per_layer is None else self.per_layer.of(token_ids, batch_invariant_rows)
-        for offset, weights in enumerate(self.weights):
-            hidden = decoder.run(
-                self.config, weights, slots[offset], hidden, rows, None if own is None else own[:, offset]
-            )
-            if capture is not None and self.layers.first + offset in capture.indices:
-                captured.append(hidden)
+        else:
+            own = None if self.per_layer is None else self.per_layer.of(token_ids, batch_invariant_rows)
+            for offset, (weights, slot) in enumerate(zip(self.weights, self.slots, strict=True)):
+                of_layer = None if own is None else own[:, offset]
+                hidden = decoder.run(self.config, weights, slot, hidden, rows, of_layer)
+                if capture is not None and self.layers.first + offset in capture.indices:
+                    captured.append(hidden)
         if capture is not None and features is not None:
             capture.collect(captured, features, batch_invariant_rows)
         return hidden
