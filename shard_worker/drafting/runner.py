@@ -25,6 +25,7 @@ from shard_worker.model.kernels import decoder
 from shard_worker.model.kernels.accept import ASKED, accept
 from shard_worker.model.kernels.attention import chunk_count, rope_table, sums_room
 from shard_worker.model.kernels.block_rows import block_rows
+from shard_worker.model.kernels.compile_ahead import compile_together
 from shard_worker.model.kernels.complete_step import complete_step
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
@@ -109,7 +110,10 @@ class DFlashRunner:
             scratch = [self._draft.allocate(self.session_rows)] if self._sessions is None else []
             self.send_append_parameters(scratch, [self.session_rows] * len(scratch), [0] * len(scratch))
             self.send_block_parameters(scratch, [self.session_rows - 1] * len(scratch), [0] * len(scratch))
-            for rows, job in itertools.product(self._row_counts, (self._append, self._propose)):
+            jobs = list(itertools.product((self._append, self._propose), self._row_counts))
+            if self.graphs:
+                compile_together([functools.partial(job, rows) for job, rows in jobs], self._context.device)
+            for job, rows in jobs:
                 self._capture_once(job, rows)
             if embedding is not None:
                 self._prepare_accept(embedding)

@@ -6,6 +6,7 @@ the memory that they read and write between sessions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -149,6 +150,11 @@ class BatchRunner:
         kinds = {False, drafted and self._segment.capture is not None}
         variants = [self._variant(rows, featured) for featured in kinds for rows in self.row_counts]
         with self._segment.device.current():
+            if self._graphs:
+                from shard_worker.model.kernels.compile_ahead import compile_together
+
+                launches = [functools.partial(self._launch, variant) for variant in variants]
+                compile_together(launches, self._hidden.device)
             for variant in variants:
                 self._capture_once(variant)
             if drafted:

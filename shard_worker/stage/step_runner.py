@@ -7,6 +7,7 @@ stream sees to. Owns the graphs and the memory that they read and write between 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -95,18 +96,28 @@ class StepRunner:
 
         drafted: blocks of a draft are verified, and it wants features.
         """
-        with self._segment.device.current():
-            self._capture_once(self._make_variant(1, uncommitted=False, featured=False))
+        variants = [
+            self._make_variant(1, uncommitted=False, featured=False),
             # Without a draft as well tokens are looked up and verified, and known ones computed anew by such steps.
-            self._capture_once(self._make_variant(BLOCK_ROWS, uncommitted=True, featured=False))
+            self._make_variant(BLOCK_ROWS, uncommitted=True, featured=False),
+        ]
+        longer: list[Variant] = []
+        if drafted:
+            variants.append(self._make_variant(1, uncommitted=False, featured=True))
+            variants.append(self._make_variant(BLOCK_ROWS, uncommitted=True, featured=True))
+            counts = [rows for rows in ROW_COUNTS if rows > BLOCK_ROWS]
+            longer = [self._make_variant(rows, uncommitted=True, featured=True) for rows in counts]
+        with self._segment.device.current():
+            if self._graphs:
+                from shard_worker.model.kernels.compile_ahead import compile_together
+
+                launches = [functools.partial(self._launch, variant) for variant in (*variants, *longer)]
+                compile_together(launches, self._hidden.device)
+            for variant in variants:
+                self._capture_once(variant)
             self.commit(self._segment.allocate(PAGE_ROWS, BLOCK_ROWS), 0)
-            if not drafted:
-                return
-            self._capture_once(self._make_variant(1, uncommitted=False, featured=True))
-            self._capture_once(self._make_variant(BLOCK_ROWS, uncommitted=True, featured=True))
-            for rows in ROW_COUNTS:
-                if rows > BLOCK_ROWS:
-                    self._launch_on_scratch(self._make_variant(rows, uncommitted=True, featured=True))
+            for variant in longer:
+                self._launch_on_scratch(variant)
 
     def run(
         self,
