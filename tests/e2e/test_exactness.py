@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ TOKENS = 40
 LONG = 200
 
 
-def expected(pair: Pair) -> list[tuple[list[int], list[int]]]:
+def expected(pair: Pair, lengths: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Prompts of different lengths with clear margins, and what transformers says to them."""
     model = target.load(pair.target)
-    return [target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in (1, 2, 5, 40)]
+    return [target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in lengths]
 
 
 async def answer_all(
@@ -72,16 +73,32 @@ def check(answers: list[Answer], cases: list[tuple[list[int], list[int]]]) -> No
         assert answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
+APART = [*product((HeadPlace.LOADED, HeadPlace.PROJECTED), FeatureTransport)]
+"""Ways in which a draft of its own worker is connected."""
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths", "apart"),
+    [
+        pytest.param("qwen3_5", (1, 40), [APART[0], APART[-1]], id="some"),
+        *(
+            pytest.param(family, (1, 2, 5, 40), APART, id=family, marks=pytest.mark.slow)
+            for family in ("qwen3", "qwen3_5")
+        ),
+    ],
+)
 def test_every_placement_gives_transformers_tokens(
     family: str,
+    lengths: tuple[int, ...],
+    apart: list[tuple[HeadPlace, FeatureTransport]],
     pairs: dict[str, Pair],
     start_worker: Callable[..., Worker],
 ) -> None:
     """One, two and three workers, plain and speculated, draft beside or apart, summed or sliced features, and with
-    draft tokens that are looked up in the text."""
+    draft tokens that are looked up in the text. By default a draft that is apart has each place of its head and each
+    kind of features once."""
     pair = pairs[family]
-    cases = expected(pair)
+    cases = expected(pair, lengths)
     prompts = [prompt for prompt, _ in cases]
     one, two, three, four = (start_worker().address for _ in range(4))
 
@@ -99,11 +116,10 @@ def test_every_placement_gives_transformers_tokens(
         assert found.token_ids == plain.token_ids
         assert found.stats.lookup_tokens > 0
         check(await answer_all(prompts, pair, both, transport=FeatureTransport.SLICES), cases)
-        for head in (HeadPlace.LOADED, HeadPlace.PROJECTED):
-            for transport in FeatureTransport:
-                answers = await answer_all(prompts, pair, both, draft_device=four, head=head, transport=transport)
-                check(answers, cases)
-                assert all(answer.stats.draft_tokens > 0 for answer in answers)
+        for head, transport in apart:
+            answers = await answer_all(prompts, pair, both, draft_device=four, head=head, transport=transport)
+            check(answers, cases)
+            assert all(answer.stats.draft_tokens > 0 for answer in answers)
 
     asyncio.run(run())
 

@@ -16,9 +16,9 @@ from tests.e2e.server import PAIR, Server, serving
 
 pytestmark = pytest.mark.usefixtures("own_processes")
 
-STORY = "The keeper of the lighthouse counts the ships, and writes each name down. " * 30
+STORY = "The keeper of the lighthouse counts the ships, and writes each name down. " * 12
 CHATS: list[dict[str, Any]] = [
-    {"ask": "Calculate 4729 + 3485.", "temperature": 0, "max_tokens": 130},
+    {"ask": "Calculate 4729 + 3485.", "temperature": 0, "max_tokens": 60},
     {"ask": "Calculate 17 + 4.", "temperature": 0, "max_tokens": 40},
     {"ask": "Hello", "temperature": 1.0, "seed": 5, "max_tokens": 8},
     {"ask": STORY, "temperature": 0, "max_tokens": 4},
@@ -124,7 +124,7 @@ async def test_each_gets_its_own_answer(clients: int, seconds: float, tmp_path: 
     """Long and short prompts, greedy and seeded, whole and streamed, one client in five hanging up midway."""
     with serving(
         tmp_path,
-        *(*PAIR, "--target-devices", "cpu,cpu", "--dtype", "float32", "--prefix-cache-bytes", "16MiB"),
+        *(*PAIR, "--target-devices", "cpu,cpu", "--dtype", "float32", "--prefix-cache-bytes", "8MiB"),
         *("--max-concurrent-requests", min(16, clients // 2), "--max-waiting-requests", clients),
     ) as server:
         async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as root:

@@ -56,14 +56,14 @@ async def test_one_seed_through_every_door(client: openai.OpenAI, server: Server
     sampling: Any = {"temperature": 1.0, "top_p": 0.95, "seed": 17}
     said = generate(
         *PAIR, "--target-devices", "cpu", "--threads", 1, "--chat", "--prompt", STORY[0]["content"],
-        *("--max-tokens", 40, "--temperature", 1.0, "--top-p", 0.95, "--seed", 17),
+        *("--max-tokens", 24, "--temperature", 1.0, "--top-p", 0.95, "--seed", 17),
     )  # fmt: skip
-    reply = ask(client, STORY, max_tokens=40, logprobs=True, **sampling)
+    reply = ask(client, STORY, max_tokens=24, logprobs=True, **sampling)
     channel = await connect(server.grpc, timeout_s=5)
     talk = Conversation((Message("user", STORY[0]["content"]),))
     grpc_client = RemoteInference(channel, "the server")
     events = [
-        event async for event in grpc_client.answer(GenerateRequest(talk, SamplingParams(**sampling), Stopping(40)))
+        event async for event in grpc_client.answer(GenerateRequest(talk, SamplingParams(**sampling), Stopping(24)))
     ]
     ids = [token for event in events if isinstance(event, Delta) for token in event.token_ids]
     texts = [await grpc_client.detokenize((token,)) for token in ids]
@@ -268,10 +268,11 @@ def test_usage_and_timings(client: openai.OpenAI) -> None:
     """Usage comes last if it is asked for, and every other chunk says that it will; speculation's figures add up."""
     options: Any = {"include_usage": True}
     long: Any = [{"role": "system", "content": "You do sums, and show how. " * 20}, *ASK]
+    greedy: Any = {"temperature": 0, "max_tokens": 40}
     ask(client, long, max_tokens=1)
-    first, *middle, last = list(ask(client, long, temperature=0, stream=True, stream_options=options))
-    without = list(ask(client, temperature=0, stream=True))
-    whole = ask(client, long, temperature=0)
+    first, *middle, last = list(ask(client, long, **greedy, stream=True, stream_options=options))
+    without = list(ask(client, **greedy, stream=True))
+    whole = ask(client, long, **greedy)
     text = list(client.completions.create(model="demo", prompt=CODE, max_tokens=4, stream=True, stream_options=options))
 
     assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in [first, *middle])
@@ -397,14 +398,14 @@ def test_more_prompts_than_run_and_wait_at_once(client: openai.OpenAI) -> None:
 def test_a_field_changes_the_answer_in_the_same_way_speculated_or_not(
     client: openai.OpenAI, fields: dict[str, Any]
 ) -> None:
-    base: Any = {"temperature": 0, "logprobs": True, "max_tokens": 60}
+    base: Any = {"temperature": 0, "logprobs": True, "max_tokens": 40}
     base |= {"max_tokens": None} if "max_completion_tokens" in fields else {}
     plain = ask(client, **base, **{**fields, "extra_body": {**fields.get("extra_body", {}), "speculate": False}})
     fast = ask(client, **base, **fields)
 
     assert tokens_of(fast) == tokens_of(plain)
     assert fast.choices[0].message.content == plain.choices[0].message.content
-    assert tokens_of(fast) != tokens_of(ask(client, temperature=0, logprobs=True, max_tokens=60))
+    assert tokens_of(fast) != tokens_of(ask(client, temperature=0, logprobs=True, max_tokens=40))
 
 
 def test_narrow_sampling_is_greedy(client: openai.OpenAI) -> None:

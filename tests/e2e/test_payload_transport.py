@@ -23,7 +23,7 @@ from tests import forking
 from tests.e2e.conftest import ROOT
 
 DEMO = ROOT / "deploy" / "demo"
-PROMPT = tuple(3 + 7 * number % 5000 for number in range(900))
+PROMPT = tuple(3 + 7 * number % 5000 for number in range(640))
 
 
 def shared_bytes(pid: int) -> int:
@@ -56,7 +56,7 @@ async def asking(transport: PayloadTransport) -> AsyncIterator[Callable[[Path], 
         async def ask(store: Path) -> Told:
             disk = DiskCache(open_store(str(store)), [lineage], 12, "demo", budget_bytes=1 << 30, min_tokens=64)
             async with PrefixCache(cluster, "text", disk=disk) as cache:
-                found = await complete(cluster, Request("r", PROMPT, 30, prefill_chunk=512), None, prefixes=cache)
+                found = await complete(cluster, Request("r", PROMPT, 10, prefill_chunk=512), None, prefixes=cache)
             sequence = (*PROMPT, *found.token_ids)
             names = [lineage.snapshot_id(sequence[:length]) for length in range(len(sequence), 0, -1)]
             for address in cluster.addresses:
@@ -79,6 +79,6 @@ async def test_the_same_answer_either_way(tmp_path: Path) -> None:
         assert min(cold.used) > 1 << 19
         again = await ask(tmp_path / "streamed")
         assert again.token_ids == streamed.token_ids
-        assert again.cached_tokens > 800
+        assert again.cached_tokens > 600
         # Imports went from here to all workers.
         assert again.used[0] > cold.used[0] + (1 << 20)

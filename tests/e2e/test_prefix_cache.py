@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,10 +64,11 @@ async def test_taken_up_from_memory(
         for name, variant in variants.items():
             plainly = [(True, SEEDED), (False, SEEDED)] if name == "suffix" else seeded
             for speculate, sampling in [(True, GREEDY), *plainly]:
-                cold = await one.ask(variant, sampling=sampling, speculate=speculate, cached=False)
-                warm = await one.ask(variant, sampling=sampling, speculate=speculate)
+                way: Any = {"sampling": sampling, "speculate": speculate, "tokens": TOKENS if every else 16}
+                cold = await one.ask(variant, **way, cached=False)
+                warm = await one.ask(variant, **way)
                 await one.settle()
-                again = await one.ask(variant, sampling=sampling, speculate=speculate)
+                again = await one.ask(variant, **way)
                 assert warm.token_ids == cold.token_ids
                 assert again.token_ids == cold.token_ids
                 # By now its own end is kept, if it wasn't before.

@@ -103,11 +103,11 @@ async def test_a_damaged_store(
             disk = DiskCache(open_store(str(store)), [lineage], 8, "tiny", budget_bytes=1 << 30, min_tokens=8)
             async with PrefixCache(one.cluster, "text", disk=disk, policy=POLICY) as cache:
                 fresh = Client(one.cluster, cache)
-                answer = await fresh.ask(prompt)
-                assert answer.token_ids == greedy
+                answer = await fresh.ask(prompt, tokens=16)
+                assert answer.token_ids == greedy[:16]
                 await fresh.settle()
-                again = await fresh.ask(prompt)
-                assert again.token_ids == greedy
+                again = await fresh.ask(prompt, tokens=16)
+                assert again.token_ids == greedy[:16]
                 assert again.stats.cached_tokens == len(prompt)
             return answer.stats.cached_tokens
 

@@ -124,24 +124,24 @@ def metric(server: Server, name: str) -> float:
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_answers_go_on_when_the_drafts_worker_is_killed_or_stopped(fault: signal.Signals, tmp_path: Path) -> None:
-    """Under 16 requests that run and 4 that wait: all get the tokens that they get alone, some of them plainly, and the
+    """Under 8 requests that run and 2 that wait: all get the tokens that they get alone, some of them plainly, and the
     draft is back when its worker is."""
     options = ("--target-devices", "cpu,cpu", "--draft-device", "cpu", "--threads", 1)
-    with serving(tmp_path, *PAIR, *options, "--max-concurrent-requests", 16) as server:
+    with serving(tmp_path, *PAIR, *options, "--max-concurrent-requests", 8) as server:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
         ) as client:
             alone = [await calculate(client, number, asyncio.Event()) for number in range(len(SUMS))]
             assert not any(lost for _, lost in alone)
             drafter = next(pid for pid in children(server.process.pid) if is_drafter(pid))
-            begun = [asyncio.Event() for _ in range(20)]
+            begun = [asyncio.Event() for _ in range(10)]
             asking = [asyncio.ensure_future(calculate(client, number, event)) for number, event in enumerate(begun)]
             await asyncio.wait(
                 [asyncio.ensure_future(event.wait()) for event in begun], return_when=asyncio.FIRST_COMPLETED
             )
             os.kill(forking.forked(drafter), fault)
             answers = await asyncio.gather(*asking)
-            assert [text for text, _ in answers] == [alone[number % len(SUMS)][0] for number in range(20)]
+            assert [text for text, _ in answers] == [alone[number % len(SUMS)][0] for number in range(10)]
             assert any(lost for _, lost in answers)
             assert metric(server, "answers_without_draft_total") >= sum(lost for _, lost in answers)
             until(lambda: metric(server, "draft_ready") == 1, 60)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.server import PAIR, serving
 
-ASK = "Calculate 4729 + 3485. Then say in one short sentence what you did, and how sure you are of it."
+ASK = "You do sums, and show how. " * 4 + "Calculate 4729 + 3485."
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.links import Fault, Link
 from tests.services.conftest import Serve
 from tests.services.fakes import OPEN, FakeStage, FakeStageSession, FakeWorker, tensor
 
-ROUNDS = 60
+ROUNDS = 30
 """Sessions of the fuzz, each with one flipped bit."""
 
 MESSAGE = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR, protocol_minor=1)

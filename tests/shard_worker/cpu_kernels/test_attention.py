@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 
 from shard_worker.cpu_kernels import attention, native
 from shard_worker.cpu_kernels.attention import attend
+from tests.combinations import covering
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
 
@@ -23,30 +25,31 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     attention._kernel.cache_clear()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+SHAPES = [
+    (4, 2, 64, 8),
+    (4, 2, 64, 301),
+    (14, 2, 32, 77),
+    (8, 1, 128, 130),
+    (3, 3, 48, 64),
+    (4, 2, 80, 200),
+    (5, 1, 256, 40),
+]
+"""How many heads queries and keys have, numbers each, and how many keys there are."""
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "span"),
-    [
-        (4, 2, 64, 8),
-        (4, 2, 64, 301),
-        (14, 2, 32, 77),
-        (8, 1, 128, 130),
-        (3, 3, 48, 64),
-        (4, 2, 80, 200),
-        (5, 1, 256, 40),
-    ],
+    ("shape", "dtype", "threads", "lanes"),
+    covering(product(SHAPES, (torch.bfloat16, torch.float16), (1, 3), (8, 16))),
+    indirect=["lanes"],
 )
 def test_results_are_those_of_softmax(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    span: int,
+    shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Groups of all sizes, and keys that fill no vector."""
+    heads, kv_heads, head_dim, span = shape
     torch.manual_seed(span)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     queries = (3 * torch.randn(1, heads, head_dim)).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product as all_of
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from shard_worker.cpu_kernels import codes_products, native
 from shard_worker.cpu_kernels.codes_kernel import RUN
 from shard_worker.cpu_kernels.codes_products import CodesProduct, multiply_each
+from tests.combinations import covering
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="llvmlite is not installed, or torch has no OpenMP")
 
@@ -35,14 +37,18 @@ def codes_of(rows: int, columns: int, bits: int) -> tuple[torch.Tensor, torch.Te
     return codes, whole.double() - (8 if bits == 4 else 128)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("extents", "group"), GROUPS)
+@pytest.mark.parametrize(
+    ("groups", "bits", "instructions", "threads"),
+    # The kernel is compiled anew for each.
+    covering(all_of(GROUPS, (4, 8), (True, False), (1, 3))),
+    indirect=["instructions", "threads"],
+)
 def test_codes_are_multiplied_by_their_scales_and_offsets(
-    extents: tuple[int, int], group: int, bits: int, instructions: None, threads: int
+    groups: tuple[tuple[int, int], int], bits: int, instructions: None, threads: int
 ) -> None:
     """Every code, groups of one run and of several, the same bits among any number of rows, a bias and none."""
+    (rows, columns), group = groups
     torch.manual_seed(group)
-    rows, columns = extents
     codes, whole = codes_of(rows, columns, bits)
     numbers, x = torch.randn(rows, columns // group, 2).bfloat16(), torch.randn(23, columns).bfloat16()
     scales, offsets = numbers.double().repeat_interleave(group, 1).unbind(2)

@@ -191,7 +191,7 @@ async def test_prepared_steps_begin_as_they_come(
 
     monkeypatch.setattr(StepBatches, "begin_prepared", noting)
     chain = new_chain(name, cuts)
-    lengths, plain = [30, 8, 21, 40, 30, 12], {"draft": None, "batch_invariant_rows": 16}
+    lengths, plain = [20, 8, 14, 26, 20, 12], {"draft": None, "batch_invariant_rows": 16}
     fields: list[dict[str, Any]] = [{} for _ in lengths]
     fields[2] = {"sampling": SamplingParams(temperature=0.9, seed=7, top_k=20), "prompt_length": 7}
 

@@ -12,7 +12,7 @@ from tests.shard_worker.chain import BLOCK, Chain
 from tests.shard_worker.packed import CASES, Packed
 from tests.shard_worker.tiny import Tiny
 
-COUNT = 30
+COUNT = 20
 
 
 @pytest.fixture(scope="module")

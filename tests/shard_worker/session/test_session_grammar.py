@@ -124,9 +124,11 @@ async def test_outputs_conform_and_are_the_same_everywhere(
     demo: Callable[[tuple[int, ...]], Chain], tokenizer: tokenizers.Tokenizer, name: str, temperature: float
 ) -> None:
     """Plain and speculated, over one and two stages, the answers fit the grammar and are the same token for token."""
+    # What is alike for all grammars is tried in every way with one of them.
+    ways = product(((), (5,)), (0, 15)) if name == "enum" else [((), 0), ((5,), 15)]
     prompt = tokenizer.encode(CHAT.format("Describe a cat in JSON, please.")).ids
     found = set()
-    for cuts, propose in product(((), (5,)), (0, 15)):
+    for cuts, propose in ways:
         async with demo(cuts).session(
             prompt_length=len(prompt),
             stop_token_ids=STOPS,

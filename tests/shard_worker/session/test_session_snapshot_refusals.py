@@ -83,7 +83,7 @@ async def test_nothing_is_kept_while_a_verify_is_unanswered(
     tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...]
 ) -> None:
     """Until a stage knows how many rows count it keeps nothing; when it does, the session goes on and can be kept."""
-    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 72)
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 30)
     chain = make_chain("qwen3_5", cuts)
     async with chain.session() as client:
         await client.prefill(prompt)
@@ -157,7 +157,7 @@ async def test_a_restore_comes_first_and_once(make_chain: MakeChain, before: str
 
 async def test_an_unknown_name_is_not_found(tiny: Tiny, make_chain: MakeChain) -> None:
     """What isn't kept is NOT_FOUND, and the same session may begin with nothing instead."""
-    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 72)
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 30)
     async with make_chain("qwen3_5").session() as client:
         with pytest.raises(NotFound, match="no prefix nothing is kept here") as caught:
             await client.restore("nothing", prompt)
@@ -206,7 +206,7 @@ async def test_a_budget_that_is_too_small_is_reported_and_nothing_else(
     tiny: Tiny, make_chain: MakeChain, small: int
 ) -> None:
     """The worker without room says so in its part, keeps nothing and takes no room; the answer is right all along."""
-    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 72)
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 30)
     chain = make_chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
     store = chain.stores[small]
     store.budget_bytes = 1000
@@ -312,7 +312,7 @@ async def test_a_draft_that_is_lost_while_saving(
     tiny: Tiny, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, error: FlashsplitError
 ) -> None:
     """There is one notice and a refusal in the draft's part, here and later; steps go on to the same tokens."""
-    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 72)
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 30)
     chain = make_chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
     assert chain.draft_role is not None
     draft = FlakyDraft(chain.draft_role)
@@ -345,7 +345,7 @@ async def test_a_draft_that_is_lost_while_saving(
 
 async def test_a_draft_that_does_not_keep_the_prefix(tiny: Tiny, make_chain: MakeChain) -> None:
     """A prefix kept by a session without a draft is NOT_FOUND to one with a draft."""
-    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 72)
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 30)
     for options in ({"place": HeadPlace.LOADED}, {}):
         chain = make_chain("qwen3_5", (), True, **options)
         async with chain.session(draft=None) as client:
@@ -424,7 +424,7 @@ async def test_one_worker_that_lost_the_prefix(
     tiny: Tiny, make_chain: MakeChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
 ) -> None:
     """Whichever of three stages and the draft lost it, the caller learns NOT_FOUND and where; a cold session works."""
-    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 72)
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, 30)
     chain = make_chain("qwen3_5", (2, 5), True, place=HeadPlace.LOADED)
     async with Served(chain, tmp_path, monkeypatch) as stage:
         client = Client(await stage.open(chain.request()))

@@ -179,14 +179,14 @@ async def test_what_is_said_meanwhile_of_steps_that_the_event_loop_has_not_heard
     async def run(seed: int) -> list[int]:
         async with chain.session(draft=None) as client:
             await client.prefill(ids(9, seed=seed), 8)
-            await client.send(client.frame(StepKind.DECODE, [5], more=64))
+            await client.send(client.frame(StepKind.DECODE, [5], more=40))
             commits = [await client.commit()]
             while commits[-1].more:
                 commits.append(await client.commit())
-                if len(commits) <= 96 and len(commits) % 8 == 0:
-                    last = commits[-1].step + 40
+                if len(commits) <= 48 and len(commits) % 8 == 0:
+                    last = commits[-1].step + 24
                     await client.session.limit_steps(StepLimit(last, 0))
-            assert (len(commits), commits[-1].step) == (136, last)
+            assert (len(commits), commits[-1].step) == (72, last)
             client.steps = last + 1
             commits += await follow(client, commits[-1].token_ids[-1], 20)
             await client.session.save_snapshot(SnapshotSave(f"{seed:032x}", client.length))
@@ -375,7 +375,7 @@ async def test_steps_are_launched_behind_those_whose_results_are_not_read(
     Sessions of all lengths come to the tokens of each alone: some end by a stop token, one is closed, others come."""
     kernels = by == "kernels"
     chain = new_chain(name, (), **({"dtype": "bfloat16", "devices": "cuda:0"} if kernels else {}))
-    lengths = [3, 8, 21, 40, 30, 40, 12]
+    lengths = [3, 8, 16, 26, 20, 26, 12]
     plain: dict[str, Any] = {"draft": None, "batch_invariant_rows": 16}
 
     async def answer_of(number: int, fields: dict[str, Any], first_come: float = 0.0) -> list[int]:
@@ -504,7 +504,7 @@ async def test_blocks_are_verified_behind_steps_whose_results_are_not_read(
     lengths come to the tokens of each alone, and go on behind them: two end by a stop token, others come later, one
     leaves in the midst of it."""
     chain = new_chain(name, (), dtype="bfloat16", transport=FeatureTransport.SUM)
-    lengths, plain = [3, 12, 30, 21, 40, 9, 40], {"batch_invariant_rows": 16}
+    lengths, plain = [3, 12, 20, 16, 26, 9, 26], {"batch_invariant_rows": 16}
 
     async def answer_of(number: int, fields: dict[str, Any], first_come: float = 0.0) -> list[int]:
         await asyncio.sleep(first_come)

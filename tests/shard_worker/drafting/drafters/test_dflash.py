@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read
 from shard_worker.model.features import Features
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import DenseWeight
+from tests.combinations import covering
 from tests.reference import storage
 from tests.reference.dense_draft import DenseDraft, DraftOutput
 from tests.reference.draft_checkpoints import DFLASH2, DOMINO, DSPARK
@@ -132,9 +134,10 @@ def test_a_block_is_the_dense_formula(make_pair: MakePair, name: str, length: in
     assert_dense(own, dense.forward(joined, EMBEDDING, HEAD, KNOWN))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("pieces", [(70,), (1,) * 70, (40, 1, 1, 8, 3, 17), (5, 65)])
-@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize(
+    ("name", "pieces", "summed"),
+    covering(product(SHAPES, [(70,), (1,) * 70, (40, 1, 1, 8, 3, 17), (5, 65)], [True, False])),
+)
 def test_a_context_may_come_in_pieces_and_as_a_sum(
     make_pair: MakePair, name: str, pieces: Sequence[int], summed: bool
 ) -> None:

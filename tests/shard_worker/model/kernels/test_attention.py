@@ -15,7 +15,7 @@ from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, plac
 pytestmark = pytest.mark.gpu
 
 KV_HEADS, GROUP, LAYERS, SLOT = 2, 4, 2, 1
-CAPACITY, BASE, ROWS = 400, 250, 16
+CAPACITY, BASE, ROWS = 400, 250, 16 if ON_GPU else 7
 
 
 def dense(
@@ -94,7 +94,8 @@ def test_programs_have_several_chunks(window: int, monkeypatch: pytest.MonkeyPat
     from shard_worker.model.kernels import attention
     from shard_worker.model.kernels.heads import HeadShape
 
-    on, dim, length, rows, generator = device().torch_device, 16, 900, 2, torch.Generator().manual_seed(6)
+    on, dim, length, rows = device().torch_device, 16, 900, 2 if ON_GPU else 1
+    generator = torch.Generator().manual_seed(6)
     cache = AttentionCache(1, KV_HEADS, length, dim, torch.empty(0, device=on), PAGE_ROWS)
     cache.reserve(length)
     keys, values = (torch.randn(length, KV_HEADS, dim, generator=generator).to(on) for _ in range(2))

@@ -226,13 +226,20 @@ def check(weights: ExpertsWeights, x: torch.Tensor, *, beside: bool = False) -> 
 )
 def test_a_mixture_is_the_dense_one(rows: int, dtype: torch.dtype) -> None:
     """For one row, rows of one tile, and more; widths and depths that tiles do not divide."""
-    weights = mixture(dtype=dtype)
+    # Where a second tile of rows is interpreted, experts are few and small.
+    weights = mixture(dtype=dtype) if ON_GPU or rows < 16 else mixture(4, 2, 80, 24, dtype=dtype)
     check(weights, rows_of(weights, rows, dtype))
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("alone", [False, True], ids=["sessions", "a session"])
-@pytest.mark.parametrize(("used", "rows"), [(0, 3), (2, 3), (3, 3), seldom(5, 40), seldom(29, 40)])
+@pytest.mark.parametrize(
+    ("used", "rows", "alone"),
+    [
+        (pytest.param if (used, alone) in ((0, False), (2, True), (2, False)) else seldom)(used, rows, alone)
+        for used, rows in ((0, 3), (2, 3), (3, 3), (5, 40), (29, 40))
+        for alone in (False, True)
+    ],
+)
 def test_unused_rows_have_no_experts(used: int, rows: int, alone: bool) -> None:
     """Whatever stands in them, no expert is read for them, and the other rows have the same bits."""
     from shard_worker.model.kernels import experts
@@ -402,7 +409,9 @@ def check_many(weights: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor | 
         assert torch.equal(found, turned.flip(0))
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, DTYPE), (1, torch.float32), (70, DTYPE), seldom(70, torch.float32)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [seldom(1, DTYPE), (1, torch.float32), (70, DTYPE), seldom(70, torch.float32)]
+)
 def test_rows_of_a_prompt(rows: int, dtype: torch.dtype) -> None:
     """One row, and more than tiles have."""
     weights = mixture(dtype=dtype)
@@ -414,7 +423,7 @@ def test_rows_of_a_prompt_through_packed_experts(kind: str) -> None:
     weights = mixture(
         4, 2, 128, 64, packed=(kind, kind), clamped=ClampedSwiGlu(0.7, 1.702) if kind == "mxfp4" else None
     )
-    check_many(weights, rows_of(weights, 40) * PACKED_NORM)
+    check_many(weights, rows_of(weights, 40 if ON_GPU else 20) * PACKED_NORM)
 
 
 @pytest.mark.slow
