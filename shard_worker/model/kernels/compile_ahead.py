@@ -28,23 +28,30 @@ def compile_together(launches: Iterable[Callable[[], object]], device: torch.dev
     """Compile all kernels that these functions launch on a device, which is the current one, by one thread for each
     core that this process may use; launch nothing.
 
-    The functions must be such that a graph can be captured of them. What they return is useless, and what they launch
-    never runs. Triton finds the compiled kernels in its cache on disk as each is launched. One that cannot be compiled
-    is only logged here: its launch raises the error.
+    A graph is captured of the functions, and thrown away: what they return is useless, and what they launch never runs.
+    Triton finds the compiled kernels in its cache on disk as each is launched. An error is only logged, whether in a
+    function or in a kernel: nothing more is lost than time, and the launch itself will raise it.
     """
     # Kept between launches, so it must not be made where nothing runs.
     arrivals(device)
     noted: dict[object, Callable[[], object]] = {}
     with _noting_compilations(noted):
-        # Whatever else they queue stands in a graph that is thrown away.
-        capture_graph(lambda: [launch() for launch in launches])
+        try:
+            # Of an empty graph torch would warn.
+            capture_graph(lambda: [torch.zeros(1, device=device), *(launch() for launch in launches)])
+        except Exception as error:
+            _log_failure(error)
     if not noted:
         return
     log.info("kernels.compiling", kernels=len(noted))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for compiling in [pool.submit(compile_one) for compile_one in noted.values()]:
-            if (error := compiling.exception()) is not None:
-                log.debug("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
+            if (failure := compiling.exception()) is not None:
+                _log_failure(failure)
+
+
+def _log_failure(error: BaseException) -> None:
+    log.debug("kernels.not_compiled_ahead", error=f"{type(error).__name__}: {error}"[:500])
 
 
 @contextlib.contextmanager

@@ -93,13 +93,16 @@ def test_what_cannot_be_compiled_is_told_where_it_is_launched(compilations: list
 
 
 @pytest.mark.gpu
-def test_an_error_on_the_way_leaves_triton_as_it_was(compilations: list[tuple[str, bool]]) -> None:
+def test_what_stands_before_an_error_is_compiled(compilations: list[tuple[str, bool]]) -> None:
     numbers = torch.zeros(16, device="cuda")
 
     def fail() -> None:
+        _add[(1,)](numbers, ADDED=5, SIZE=16)
         raise ZeroDivisionError
 
+    compile_together([fail], numbers.device)
+    assert compilations == [("_add", False)]
     with pytest.raises(ZeroDivisionError):
-        compile_together([fail], numbers.device)
-    _add[(1,)](numbers, ADDED=5, SIZE=16)
+        fail()
     assert numbers.tolist() == [5] * 16
+    assert compilations[1:] == [("_add", True)]
