@@ -17,6 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
 from shard_worker.model.kernels.compile_ahead import compile_together, options_from_json
+from tests.shard_worker.model.kernels.machine import ON_GPU
+
+
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="nothing is compiled where kernels are interpreted")
 
 
 @triton.jit
@@ -57,6 +61,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 
 @pytest.mark.gpu
+@on_gpu
 def test_what_was_compiled_together_is_found_compiled(compilations: list[tuple[str, bool]]) -> None:
     numbers = torch.zeros(16, device="cuda")
 
@@ -79,6 +84,7 @@ def test_what_was_compiled_together_is_found_compiled(compilations: list[tuple[s
 
 
 @pytest.mark.gpu
+@on_gpu
 def test_what_cannot_be_compiled_is_told_where_it_is_launched(compilations: list[tuple[str, bool]]) -> None:
     numbers = torch.zeros(16, device="cuda")
 
@@ -93,6 +99,7 @@ def test_what_cannot_be_compiled_is_told_where_it_is_launched(compilations: list
 
 
 @pytest.mark.gpu
+@on_gpu
 def test_what_stands_before_an_error_is_compiled(compilations: list[tuple[str, bool]]) -> None:
     numbers = torch.zeros(16, device="cuda")
 
