@@ -19,7 +19,6 @@ from triton.compiler.compiler import make_backend
 from shard_worker.model.kernels.compile_ahead import compile_together, options_from_json
 from tests.shard_worker.model.kernels.machine import ON_GPU
 
-
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="nothing is compiled where kernels are interpreted")
 
 
