@@ -9,10 +9,11 @@ import secrets
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.answer import Request
 from coordinator.engine.engine import Engine
+from services.messages.sampling import SamplingParams
 
 LONG_PROMPT_TOKENS = 4096
 LONG_ANSWER_TOKENS = 2
@@ -114,13 +115,20 @@ class Clients:
     """Asks an engine for answers to random prompts; those of one seed have the same lengths in the same order."""
 
     def __init__(
-        self, engine: Engine, lengths: AskedLengths, *, seed: int, prefill_chunk: int | None, speculate: bool
+        self,
+        engine: Engine,
+        lengths: AskedLengths,
+        *,
+        sampling: SamplingParams,
+        seed: int,
+        prefill_chunk: int | None,
+        speculate: bool,
     ) -> None:
-        """prefill_chunk: prompt tokens of a step, None for as many as the server would take. speculate: whether a draft
-        proposes, where there is one.
+        """sampling: of every request, each of which has a seed of its own. prefill_chunk: prompt tokens of a step, None
+        for as many as the server would take. speculate: whether a draft proposes, where there is one.
         """
         self._engine, self._lengths, self._draw = engine, lengths, random.Random(seed)
-        self._prefill_chunk, self._speculate = prefill_chunk, speculate
+        self._sampling, self._prefill_chunk, self._speculate = sampling, prefill_chunk, speculate
 
     @property
     def long_prompt_tokens(self) -> int:
@@ -198,10 +206,14 @@ class Clients:
     async def answer(self, prompt_tokens: int, max_tokens: int) -> TimedAnswer:
         """Answer a random prompt of so many tokens with so many."""
         vocabulary = self._engine.cluster.target.vocab_size
+        sampling = self._sampling
+        if sampling.temperature:
+            sampling = replace(sampling, seed=self._draw.getrandbits(32))
         request = Request(
             request_id=secrets.token_hex(8),
             prompt_ids=tuple(self._draw.choices(range(vocabulary), k=prompt_tokens)),
             max_tokens=max_tokens,
+            sampling=sampling,
             speculate=self._speculate,
             prefill_chunk=self._prefill_chunk,
         )

@@ -22,12 +22,14 @@ from coordinator.cli.console import LoadBars, progress_bars
 from coordinator.cli.option_groups import Flag, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.config import config_option
+from coordinator.cli.options.sampling import SamplingFlags
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.status.recent import busy_share
 from coordinator.text.model_files import read_model_files
 from services.errors import InvalidArgument
 from services.messages.description import WorkerDescription
+from services.messages.sampling import SamplingParams
 
 CLIENTS = (1, 2, 4, 8, 16)
 """How many clients there are at once where neither they nor rates are named."""
@@ -129,7 +131,11 @@ class RequestOptions:
     max_tokens: Annotated[
         Lengths, Flag("Tokens of each answer, or from how many to how many.", type=LengthsType(2), metavar="N[-M]")
     ] = Lengths(64, 64)
-    seed: Annotated[int, Flag("Of lengths, tokens and the times of requests.")] = 1
+    sampling: Annotated[
+        SamplingParams,
+        SamplingFlags("temperature", "top_k", "top_p", absent="Without a temperature it is the most probable one."),
+    ]
+    seed: Annotated[int, Flag("Of lengths, tokens, the times of requests, and of what is drawn at a temperature.")] = 1
     long_prompts: Annotated[
         int,
         Flag(
@@ -235,6 +241,7 @@ class ServeBench:
         return Clients(
             self._engine,
             AskedLengths(asked.prompt_tokens, asked.max_tokens),
+            sampling=asked.sampling,
             seed=asked.seed,
             prefill_chunk=asked.prefill_chunk,
             speculate=not asked.plain,

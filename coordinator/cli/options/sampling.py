@@ -14,20 +14,26 @@ from services.messages.sampling import PARAMETERS, Parameter, SamplingParams
 class SamplingFlags(OptionSource):
     """The options of some or all sampling parameters, which a command takes as `SamplingParams`, not yet checked."""
 
-    def __init__(self, *names: str, as_clients: bool = False) -> None:
+    def __init__(
+        self,
+        *names: str,
+        as_clients: bool = False,
+        absent: str = "What is not given is as the model's defaults have it.",
+    ) -> None:
         """names: of the parameters; none for all of them.
 
-        as_clients: numbers that the HTTP APIs would refuse are refused already where the command line is read.
+        as_clients: numbers that the HTTP APIs would refuse are refused already where the command line is read. absent:
+        a sentence that says what holds for parameters that are not given.
         """
         self._parameters = [parameter for parameter in PARAMETERS if not names or parameter.name in names]
-        self._as_clients = as_clients
+        self._as_clients, self._absent = as_clients, absent
 
     def options(self) -> Iterator[click.Option]:
         """Yield an option for each parameter."""
         for parameter in self._parameters:
             yield GroupOption(
                 "Sampling options",
-                "How the tokens of an answer are chosen. What is not given is as the model's defaults have it.",
+                f"How the tokens of an answer are chosen. {self._absent}",
                 [parameter.name, parameter.flag],
                 type=self._type(parameter),
                 help=parameter.help,
