@@ -27,12 +27,14 @@ from shard_worker.batches.stepping import BatchResults, BatchRow, SteppingSessio
 from shard_worker.batches.waiting_steps import WaitingSteps, all_beside, is_chunk, rows_of, steps_of
 from shard_worker.device.executor import BatchedWork, DeviceThread, device_error, looks_without_sleep, raising_first
 from shard_worker.model.features import Features
-from shard_worker.sampling.drawing import draw_together
+from shard_worker.sampling.drawing import Draw, draw_together, queue_draws_into, runs_by_kernels
 from shard_worker.sampling.verifier import ComputedStep
-from shard_worker.stage.batch_runner import PlacedStep
+from shard_worker.stage.batch_runner import DrawTokens, PlacedStep
 from shard_worker.stage.step_graph import StepOutput, StepPart, token_of_row
 
 if TYPE_CHECKING:
+    import torch
+
     from shard_worker.drafting.ahead import IssuedBlock
 
 T = TypeVar("T")
@@ -368,7 +370,7 @@ class StepBatches:
         try:
             behind = next((row.session for row in rows if row.given.behind is not None), None)
             complete = None if behind is None else behind.complete_step
-            outputs = inputs[0].stage.step_together(inputs, complete, placed)
+            outputs = inputs[0].stage.step_together(inputs, complete, placed, _drawing(rows))
             issued = rows[0].session.issue_together([(row.session, row.forward) for row in rows], outputs)
         except Exception as error:
             for row in rows:
@@ -401,7 +403,10 @@ class StepBatches:
             return of_chain or (len(self._sessions) >= BLOCKS_AHEAD_FROM and stage.steps_behind(rows, blocks=True))
         if launched.is_featured and launched.results.total_on_host is None:
             return False
-        return all(row.session.is_copied_at_once(row.forward) for row in launched.rows)
+        return all(
+            row.session.is_copied_at_once(row.forward) or (row.drawn and row.given.features is None)
+            for row in launched.rows
+        )
 
     def _go_on(self, errors: list[Exception]) -> None:
         """Launch what follows by itself behind the step that is on the device, with what has come, and then read the
@@ -620,16 +625,41 @@ def _is_plain(forward: Forward) -> bool:
     return forward.kind is StepKind.DECODE and not forward.propose_tokens
 
 
+def _drawing(rows: Sequence[BatchRow]) -> DrawTokens | None:
+    """Return what queues drawing all tokens of a step that can be drawn with it, and note how many those of each row
+    are; None where there are none."""
+    stage, draws, places, row_count = rows[0].given.stage, list[Draw](), list[int](), 0
+    if not stage.draws or not runs_by_kernels(stage.segments[-1].device.torch_device):
+        return None
+    for row in rows:
+        row_count += len(row.given.token_ids)
+        own = row.session.draws_with_step(row.forward) or []
+        row.drawn = len(own)
+        draws += own
+        places += range(row_count - len(own), row_count)
+
+    def draw(logits: torch.Tensor, tokens: torch.Tensor, made: torch.Tensor) -> None:
+        queue_draws_into(tokens, logits, draws, places, made)
+
+    return draw if draws else None
+
+
 def _drawn(launched: _Launched) -> list[list[int] | None]:
-    """Return each session's tokens that are drawn from the step's logits, of all sessions at once: a GPU is waited for
-    once. None for a session whose tokens are chosen otherwise."""
-    draws = [None if row.step is None else row.session.draws(row.forward) for row in launched.rows]
+    """Return each session's tokens that are drawn from the step's logits: with the step, or else of all sessions at
+    once, so that a GPU is waited for once. None for a session whose tokens are chosen otherwise."""
+    behind = [None if row.step is None or row.drawn else row.session.draws(row.forward) for row in launched.rows]
     rows = [
         None if one is None or output.logits is None else (output.logits[-len(one) :], one)
-        for output, one in zip(launched.outputs, draws, strict=True)
+        for output, one in zip(launched.outputs, behind, strict=True)
     ]
-    drawn = iter(draw_together([one for one in rows if one is not None]))
-    return [None if one is None else next(drawn) for one in rows]
+    tokens = iter(draw_together([one for one in rows if one is not None]))
+    drawn = [None if one is None else next(tokens) for one in rows]
+    for number, (row, output) in enumerate(zip(launched.rows, launched.outputs, strict=True)):
+        if row.drawn and row.step is not None:
+            chosen = output.argmax_on_host()
+            assert chosen is not None
+            drawn[number] = chosen[-row.drawn :]
+    return drawn
 
 
 def _wait(launched: _Launched) -> int | None:

@@ -84,6 +84,10 @@ class SteppingSession(Protocol):
         """Return how the tokens behind the last rows of a step that comes next are drawn, where nothing but the logits
         of these rows counts for that."""
 
+    def draws_with_step(self, forward: Forward) -> list[Draw] | None:
+        """Return the same where the logits are not needed for anything else, so that the tokens can be drawn with the
+        step; None otherwise."""
+
     def prepare_frame(self, rows: Sequence[BatchRow]) -> PreparedFrame | None:
         """Return what can be made of the frame for the next stage while the device computes a batch, of this stage's
         sessions; None where there is none, or not for all of them."""
@@ -139,10 +143,11 @@ class BatchRow:
     """A step of a session in a step of several that was launched behind another one.
 
     forward: without its tokens, where they are not known yet. step: what is to be done with its results; None as long
-    as nobody has asked for it.
+    as nobody has asked for it. drawn: how many tokens were drawn with the step, behind its last rows.
     """
 
     session: SteppingSession
     forward: Forward
     given: StepInput
     step: WaitingStep | None
+    drawn: int = 0

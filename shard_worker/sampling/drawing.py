@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
+from shard_worker.device.devices import kernel_target
 
 NOT_FINITE = -1
 """What stands for the token of a row whose logits are not finite."""
@@ -85,12 +88,63 @@ def draw_together(sessions: Sequence[tuple[torch.Tensor, Sequence[Draw]]]) -> li
     """Draw the tokens of several sessions: of the rows of each what `draw` returns. A GPU is waited for once."""
     if not sessions:
         return []
-    drawn = []
-    for logits, draws in _slices(sessions):
-        found = candidates(logits, [one.sampling for one in draws])
-        drawn.append(race(found, logits.shape[-1], [race_key(one.sampling.seed or 0, one.position) for one in draws]))
-    tokens = iter(torch.cat(drawn).tolist())
+    tokens = iter(torch.cat([queue_draws(logits, draws) for logits, draws in _slices(sessions)]).tolist())
     return [[next(tokens) for _ in draws] for _, draws in sessions]
+
+
+def queue_draws(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Draw as `draw` does, and return the tokens in a tensor on the device of the logits, int64 [n]. A GPU that kernels
+    run on is not waited for."""
+    vocabulary = logits.shape[-1]
+    if runs_by_kernels(logits.device):
+        tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+        queue_draws_into(tokens, logits, draws, range(len(draws)))
+        return tokens
+    found = candidates(logits, [one.sampling for one in draws])
+    return race(found, vocabulary, _race_keys(draws))
+
+
+def queue_draws_into(
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    rows: Sequence[int],
+    made: torch.Tensor | None = None,
+) -> None:
+    """Draw by kernels behind some rows of logits [n, vocab], and store the tokens in the same places of `tokens`, int64
+    [n or more], NOT_FINITE among them; and in `made`, where given, with 0 in place of that."""
+    from shard_worker.model.kernels import draw as kernels
+
+    vocabulary = logits.shape[-1]
+    samplings = [one.sampling for one in draws]
+    numbers = np.empty((len(draws), kernels.NUMBERS), np.int64)
+    real = numbers.view(np.float64)
+    # By columns: one by one they take as long as all else for many clients.
+    numbers[:, kernels.ROW] = numbers[:, kernels.PLACE] = rows
+    numbers[:, kernels.TOP_K] = [min(one.top_k or vocabulary, vocabulary) for one in samplings]
+    numbers[:, kernels.FIRST : kernels.SECOND + 1] = _race_keys(draws)
+    real[:, kernels.TEMPERATURE] = [_within(one.temperature or 0.0) for one in samplings]
+    real[:, kernels.TOP_P] = [1.0 if one.top_p is None else one.top_p for one in samplings]
+    real[:, kernels.MIN_P] = [one.min_p or 0.0 for one in samplings]
+    sent = torch.from_numpy(numbers)
+    if logits.device.type != "cpu":
+        sent = sent.pin_memory().to(logits.device, non_blocking=True)
+    kernels.draw(
+        logits.contiguous(),
+        sent,
+        token_numbers(vocabulary, logits.device),
+        tokens,
+        made,
+        by_k=_any_by_k(samplings, vocabulary),
+        by_p=_any_by_p(samplings),
+    )
+
+
+@functools.cache
+def runs_by_kernels(device: torch.device) -> bool:
+    """Return whether kernels draw on a device: those of the steps, which need the same of it."""
+    target = kernel_target(device)
+    return target is not None and target.lack is None and importlib.util.find_spec("triton") is not None
 
 
 def _slices(sessions: Sequence[tuple[torch.Tensor, Sequence[Draw]]]) -> Iterator[tuple[torch.Tensor, list[Draw]]]:
@@ -131,17 +185,31 @@ def candidates(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> Can
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=logits.device)[:, None]
 
-    coldest, hottest = _TEMPERATURES
-    temperatures = column([min(max(one.temperature or 0.0, coldest), hottest) for one in samplings])
+    temperatures = column([_within(one.temperature or 0.0) for one in samplings])
     found = Candidates((logits.float() / temperatures).softmax(-1))
-    if any(one.top_k is not None and one.top_k < vocabulary for one in samplings):
+    if _any_by_k(samplings, vocabulary):
         found = _first(found, [min(one.top_k or vocabulary, vocabulary) for one in samplings])
-    if any(one.top_p is not None and one.top_p < 1 for one in samplings):
+    if _any_by_p(samplings):
         found = _most_probable(found, [1.0 if one.top_p is None else one.top_p for one in samplings])
     if any(one.min_p is not None for one in samplings):
         least = column([one.min_p or 0.0 for one in samplings]) * found.weights.amax(-1, keepdim=True)
         found = Candidates(found.weights * (found.weights >= least), found.places)
     return found
+
+
+def _within(temperature: float) -> float:
+    coldest, hottest = _TEMPERATURES
+    return min(max(temperature, coldest), hottest)
+
+
+def _any_by_k(samplings: Sequence[SamplingParams], vocabulary: int) -> bool:
+    """Return whether top-k leaves tokens out behind any row."""
+    return any(one.top_k is not None and one.top_k < vocabulary for one in samplings)
+
+
+def _any_by_p(samplings: Sequence[SamplingParams]) -> bool:
+    """Return whether top-p may leave tokens out behind any row."""
+    return any(one.top_p is not None and one.top_p < 1 for one in samplings)
 
 
 def _first(found: Candidates, counts: list[int]) -> Candidates:
@@ -195,6 +263,10 @@ def _least(weights: torch.Tensor, negated: torch.Tensor) -> tuple[torch.Tensor, 
     group = groups.amin(-1).argmin(-1, keepdim=True)
     least, inside = groups.take_along_dim(group[..., None], 1).squeeze(1).min(-1, keepdim=True)
     return least, group * 64 + inside
+
+
+def _race_keys(draws: Sequence[Draw]) -> list[tuple[int, int]]:
+    return [race_key(one.sampling.seed or 0, one.position) for one in draws]
 
 
 def race_key(seed: int, position: int) -> tuple[int, int]:

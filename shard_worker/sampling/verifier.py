@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from services.messages.steps import Forward, OpenSession, StepKind, TokenLogprobs
 from services.records import record
+from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
-from shard_worker.sampling.drawing import NOT_FINITE, Draw, finite
+from shard_worker.sampling.drawing import NOT_FINITE, Draw, finite, queue_draws, runs_by_kernels
 from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.logprobs import prompt_logprobs, token_logprobs
 from shard_worker.sampling.sampler import Sampler
@@ -129,8 +131,12 @@ class Verifier:
         elif kind is not StepKind.PREFILL:
             if kind is StepKind.DECODE:
                 self._remember_last(step, len(tokens))
-                if step.can_be_followed_ahead and output.on_host is not None and self._is_greedy:
-                    meanwhile()
+                if step.can_be_followed_ahead and output.on_host is not None:
+                    drawing = self._queue_draw(step)
+                    if drawing is not None or self._is_greedy:
+                        meanwhile()
+                    if drawing is not None:
+                        step = replace(step, drawn=drawing.wait().tolist())
             produced, logprobs = self._choose(step)
         ended_ns = step.ended_ns if issued is None else issued.decided_ns
         elapsed_ns = (time.monotonic_ns() if ended_ns is None else ended_ns) - step.started_ns
@@ -163,6 +169,19 @@ class Verifier:
         rows = len(forward.token_ids) if forward.kind is StepKind.VERIFY else 1
         return self._sampler.draws(rows, forward.base_position + len(forward.token_ids) - rows + 1)
 
+    def draws_with_step(self, forward: Forward) -> list[Draw] | None:
+        """Return the same where nothing but these tokens is needed of the step's logits, so that they can be drawn with
+        it; None otherwise."""
+        asked = self._request
+        return self.draws(forward) if asked.logprobs is None and asked.prompt_logprobs is None else None
+
+    def _queue_draw(self, step: ComputedStep) -> OnHost | None:
+        """Queue drawing the token behind a lone step's row, None where that is not all that is needed of its logits."""
+        logits, draws = step.output.logits, self.draws_with_step(step.forward)
+        if draws is None or logits is None or not runs_by_kernels(logits.device):
+            return None
+        return OnHost.of(queue_draws(logits[-1:], draws))
+
     def token_ahead(self, output: StepPart, drawn: list[int] | None) -> int | None:
         """Return the token that `decide` will come to for a single row, None where more is to be done for it. drawn: as
         of `ComputedStep`."""
@@ -175,6 +194,11 @@ class Verifier:
     def needs_argmax_alone(self) -> bool:
         """Whether nothing is asked for that takes more of a step than the most probable token of each row."""
         return self._is_greedy and self._request.prompt_logprobs is None
+
+    def needs_no_logits(self, forward: Forward) -> bool:
+        """Whether nothing of the step's logits is needed: no token comes of rows of a prompt, however it is chosen."""
+        is_prompt = forward.kind is StepKind.PREFILL and self._request.prompt_logprobs is None
+        return is_prompt or self.needs_argmax_alone
 
     def is_decided_on_device(self, forward: Forward) -> bool:
         """Return whether the device can decide by itself which rows of such a step count and what they produce."""

@@ -271,6 +271,11 @@ class DeviceSession(ABC):
         of these rows counts for that."""
         return None
 
+    def draws_with_step(self, forward: Forward) -> list[Draw] | None:
+        """Return the same where the logits are not needed for anything else, so that the tokens can be drawn with the
+        step; None otherwise."""
+        return None
+
     def issue_together(
         self, steps: Sequence[tuple[SteppingSession, Forward]], outputs: Sequence[StepPart]
     ) -> Sequence[IssuedBlock | None]:

@@ -619,10 +619,13 @@ class LastStageDeviceSession(DeviceSession):
         return Following(rows, draft.state, forward.propose_tokens, stops, whole=whole, before=before)
 
     def is_copied_at_once(self, forward: Forward) -> bool:
-        return self._request.draft is None and self._verifier.needs_argmax_alone
+        return self._request.draft is None and self._verifier.needs_no_logits(forward)
 
     def draws(self, forward: Forward) -> list[Draw] | None:
         return self._verifier.draws(forward)
+
+    def draws_with_step(self, forward: Forward) -> list[Draw] | None:
+        return self._verifier.draws_with_step(forward)
 
     def send_ahead(self, results: BatchResults) -> None:
         if self._alone:

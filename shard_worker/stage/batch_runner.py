@@ -46,6 +46,10 @@ of the 30B-A3B shape in int4 takes three quarters of the time that it takes with
 MAX_SESSIONS = 128
 """The most sessions of a step."""
 
+DrawTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Queues drawing tokens, of logits [n, vocab] behind all rows of a step. What is drawn takes the place of the most
+probable tokens, int64 [n]: in the second tensor as it is, in the third one with a token in any case."""
+
 _STEPS_PLACED = 4
 """The most steps that are placed at a time: two that are launched, of which the results of each stay on the host until
 the one behind the next is, and those that follow both."""
@@ -153,13 +157,22 @@ class BatchRunner:
             if self._graphs:
                 from shard_worker.model.kernels.compile_ahead import compile_together
 
+                launches: list[Callable[[], object]]
                 launches = [functools.partial(self._launch, variant) for variant in variants]
-                compile_together(launches, self._hidden.device)
+                compile_together([*launches, self._draw_once], self._hidden.device)
             for variant in variants:
                 self._capture_once(variant)
+            self._draw_once()
             if drafted:
                 self.commit([], [])
                 self.commit_last(torch.zeros(MAX_SESSIONS, dtype=torch.int64, device=self._hidden.device))
+
+    def _draw_once(self) -> None:
+        """Launch all that draws tokens, where the head is."""
+        if self._logits is not None:
+            from shard_worker.model.kernels.draw import launch_all
+
+            launch_all(self._logits, self._tokens_made, self._tokens_made)
 
     @property
     def parameters(self) -> StepParameters:
@@ -205,13 +218,15 @@ class BatchRunner:
         *,
         complete: Callable[[StepParameters], None] | None = None,
         placed: PlacedStep | None = None,
+        draw: DrawTokens | None = None,
     ) -> StepOutput:
         """Launch a step of all these sessions' rows, one session's behind the other's.
 
         They must fit, as `fits` says. hidden: the rows [n, hidden] from the segment before, on any device, or from the
         stage before, some sessions' behind others'; none where the embedding is here. features: what the draft reads of
         the rows is added to it; None where no draft wants it. complete: queues that the parameters are completed, where
-        sessions are `behind`. placed: the first sessions' part of it, if it was placed before.
+        sessions are `behind`. placed: the first sessions' part of it, if it was placed before. draw: queues drawing the
+        tokens behind some rows.
         """
         count = sum(len(session.token_ids) for session in sessions)
         variant = self._variant(count, features is not None and self._segment.capture is not None)
@@ -237,6 +252,10 @@ class BatchRunner:
             else:
                 step.graph.replay()
             output = step.output
+            if draw is not None:
+                assert output.logits is not None
+                assert output.argmax is not None
+                draw(output.logits, output.argmax, self._tokens_made)
             outgoing = self._outgoing[self._parameters.turn][:count]
             outgoing.copy_((output.hidden if output.argmax is None else output.argmax)[:count], non_blocking=True)
             self._parameters.record_launch()

@@ -24,7 +24,7 @@ from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
 from shard_worker.model.layer_weights import ExpertsBesideWeights, ExpertsWeights
 from shard_worker.model.rows import PLAIN, SessionRows
-from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, PlacedStep, SessionTokens
+from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, DrawTokens, PlacedStep, SessionTokens
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
@@ -237,6 +237,11 @@ class Stage:
         return output
 
     @property
+    def draws(self) -> bool:
+        """Whether `step_together` can have tokens drawn behind rows as it computes them."""
+        return bool(self.batch_runners) and self.head is not None
+
+    @property
     def most_rows_together(self) -> int:
         """Most rows of a step of several sessions."""
         return ROW_COUNTS[-1] if self.batch_runners else MOST_ROWS_TOGETHER
@@ -322,10 +327,12 @@ class Stage:
         inputs: Sequence[StepInput],
         complete: Callable[[StepParameters], None] | None = None,
         placed: PlacedStep | None = None,
+        draw: DrawTokens | None = None,
     ) -> list[StepPart]:
         """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether
         features are wanted and steps batch-invariant. Each one's output is as of `step`; logits are there where the
-        head is. Features are added to each one's own. complete, placed: as of `BatchRunner.run`."""
+        head is. Features are added to each one's own. complete, placed: as of `BatchRunner.run`; draw too, where the
+        stage `draws`."""
         self.cancel()
         counts = [len(one.token_ids) for one in inputs]
         token_ids = [token for one in inputs for token in one.token_ids]
@@ -333,7 +340,7 @@ class Stage:
         wanted = [one.features for one in inputs if one.features is not None]
         features = joined(wanted, self.device) if wanted else None
         if self.batch_runners:
-            output = self._run_kernels(inputs, incoming, features, complete, placed)
+            output = self._run_kernels(inputs, incoming, features, complete, placed, draw)
         else:
             rows = rows_from_wire(incoming, self.device) if incoming else self.embed(token_ids)
             states = [one.state for one in inputs]
@@ -363,12 +370,16 @@ class Stage:
         features: Features | None,
         complete: Callable[[StepParameters], None] | None,
         placed: PlacedStep | None,
+        draw: DrawTokens | None,
     ) -> StepOutput:
         output = None
         hidden: torch.Tensor | Sequence[WireTensor] = incoming
         for index, runner in enumerate(self.batch_runners):
             sessions = _session_tokens(inputs, index)
-            output = runner.run(sessions, hidden, features, complete=complete, placed=placed)
+            is_last = runner is self.batch_runners[-1]
+            output = runner.run(
+                sessions, hidden, features, complete=complete, placed=placed, draw=draw if is_last else None
+            )
             hidden = output.hidden
         assert output is not None
         for one in inputs:

@@ -19,10 +19,10 @@ class StepOutput:
     """The results of a step. The next step of the same runner overwrites them: take what is needed before that.
 
     hidden: the rows behind the last layer, [n, hidden]. logits: [n, vocab] where the head is, else None. argmax: the
-    most probable token of each row, int64 [n], where the head is. on_host: of a step by kernels, a copy on the host of
-    `argmax` where the head is, else of `hidden`. total: of a step of several sessions, the sum of all rows' features
-    where a draft wants that, float32 [n, draft hidden]. total_on_host: a copy of it on the host, where the rows go to
-    another stage from there; it is there with `on_host`, and nothing overwrites it.
+    most probable token of each row, or what was drawn behind it, int64 [n], where the head is. on_host: of a step by
+    kernels, a copy on the host of `argmax` where the head is, else of `hidden`. total: of a step of several sessions,
+    the sum of all rows' features where a draft wants that, float32 [n, draft hidden]. total_on_host: a copy of it on
+    the host, where the rows go to another stage from there; it is there with `on_host`, and nothing overwrites it.
     """
 
     hidden: torch.Tensor

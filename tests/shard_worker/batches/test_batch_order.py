@@ -23,6 +23,7 @@ class RecordingStage:
     """Computes nothing, and knows the names of the sessions of each batch."""
 
     batches: list[list[str]] = field(default_factory=list)
+    draws: bool = False
 
     def most_together(self, inputs: Sequence[Any]) -> int:
         return len(inputs)

@@ -12,7 +12,7 @@ from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.dtypes import OnHost
 from shard_worker.model.features import Features
 from shard_worker.roles.target.role import TargetRole
-from shard_worker.stage.batch_runner import PlacedStep
+from shard_worker.stage.batch_runner import DrawTokens, PlacedStep
 from shard_worker.stage.stage import Stage, StageState, StepInput
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 
@@ -68,7 +68,8 @@ class WatchedStage(Stage):
     before_release:
     called with the rows that are released, and whether the step is certain. before_prelaunch: called with the state,
     the number of rows and the rows where they are known. with_gpu: prelaunch as if the stage were on a GPU. behind:
-    compute steps before the results of the last one are read, as a GPU does; here its logits, one list for each step.
+    compute steps before the results of the last one are read, as a GPU does; here the tokens behind its rows, of each
+    step.
     looks: how often the results of a step of several sessions are looked for before they are there, as on a GPU, where
     the next one overwrites all but what is copied; None for at once.
     """
@@ -86,6 +87,10 @@ class WatchedStage(Stage):
     @property
     def prelaunches(self) -> bool:
         return self.with_gpu
+
+    @property
+    def draws(self) -> bool:
+        return super().draws if self.behind is None else True
 
     def step(
         self, state: StageState, token_ids: Sequence[int], features: Features | None, **options: Any
@@ -107,12 +112,13 @@ class WatchedStage(Stage):
         inputs: Sequence[StepInput],
         complete: Callable[[Any], None] | None = None,
         placed: PlacedStep | None = None,
+        draw: DrawTokens | None = None,
     ) -> list[StepPart]:
         self.before_together(inputs)
         if self.looks is not None:
             return self._step_with_late_results(inputs, self.looks)
         if self.behind is None:
-            return super().step_together(inputs, complete, placed)
+            return super().step_together(inputs, complete, placed, draw)
         known = [
             given
             if given.behind is not None
@@ -124,15 +130,20 @@ class WatchedStage(Stage):
             complete(known)
         following = [one for one in inputs if one.behind is None and one.token_ids[0] < 0]
         before = [RecurrentState(cache) for one in following for cache in recurrent_caches(one.state)]
-        parts = super().step_together(known)
+        whole = super().step_together(known)[0].whole
         for held in before:
             held.defer()
         for one, given in zip(known, inputs, strict=True):
             if one.state is not given.state:
                 self._count(given.state, len(given.token_ids), given.uncommitted)
-        logits = [part.logits for part in parts]
-        self.behind.append(torch.cat([rows for rows in logits if rows is not None]))
-        return parts
+        assert whole.logits is not None
+        tokens = whole.logits.argmax(-1)
+        made = tokens.clone()
+        if draw is not None:
+            draw(whole.logits, tokens, made)
+            whole = replace(whole, argmax=tokens, on_host=OnHost(tokens, None))
+        self.behind.append(made)
+        return whole.parts([len(one.token_ids) for one in inputs])
 
     def _step_with_late_results(self, inputs: Sequence[StepInput], looks: int) -> list[StepPart]:
         while self.logits:
@@ -149,7 +160,7 @@ class WatchedStage(Stage):
 
     def _token(self, token: int) -> int:
         assert self.behind is not None
-        return token if token >= 0 else int(self.behind[-1][-1 - token].argmax())
+        return token if token >= 0 else int(self.behind[-1][-1 - token])
 
     def release(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
         self.before_release(rows, certain)
