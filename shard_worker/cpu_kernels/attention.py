@@ -1,5 +1,4 @@
-"""Causal attention of a session's last rows over cached keys and values of 16-bit floats, on CPUs that multiply none
-themselves.
+"""Causal attention of a session's last rows over cached keys and values of 16-bit floats, on CPUs.
 
 Keys and values are read once for up to four queries of a head, and widened in registers.
 """
@@ -13,7 +12,7 @@ import torch
 
 from shard_worker.cpu_kernels.attention_kernel import ROWS, attention_module
 from shard_worker.cpu_kernels.kernel_writer import BLOCK, ELEMENTS
-from shard_worker.cpu_kernels.native import Call, NativeFunction, is_available, lanes, multiplies
+from shard_worker.cpu_kernels.native import Call, NativeFunction, is_available, lanes
 
 _ARGUMENTS = struct.Struct("=14q")
 """The kernel's, as `attention_module` says."""
@@ -23,11 +22,10 @@ _ALL = (1 << 63) - 1
 
 
 def takes(keys: torch.Tensor, rows: int = 1) -> bool:
-    """Return whether `attend` takes these keys, and values like them, for so many rows, and is faster than torch."""
+    """Return whether `attend` takes these keys, and values like them, for so many rows."""
     return (
         keys.device.type == "cpu"
         and keys.dtype in (torch.bfloat16, torch.float16)
-        and not multiplies(keys.dtype)
         and keys.stride(2) == 1
         and keys.shape[1] - rows + 1 >= BLOCK
         and is_available()

@@ -1,4 +1,4 @@
-"""Rows of activations times a matrix of codes, on CPUs that multiply no 16-bit floats themselves.
+"""Rows of activations times a matrix of codes, on CPUs.
 
 Activations are rounded to whole numbers of 16 bits, as `codes_kernel` says, by which codes are multiplied as they are:
 twice as many at a time as float32, and without widening them to these. A row has the same bits whatever rows are beside

@@ -124,7 +124,6 @@ def _attends(mixer: AttentionWeights) -> bool:
     return (
         not (mixer.gated or mixer.shares)
         and all(one is None for one in (mixer.sinks, mixer.head_gates, mixer.value_norm))
-        and not native.multiplies(torch.bfloat16)
         and shape.head_dim % lanes == 0
         and turning % (2 * lanes) == 0
         and (shape.head_dim - turning) % lanes == 0

@@ -9,22 +9,23 @@ import torch.nn.functional as F
 
 from services.model.target_tensors import CPU_ROWS_MULTIPLE
 from shard_worker.cpu_kernels import native
-from shard_worker.cpu_kernels.codes_kernel import RUN, middle_of
+from shard_worker.cpu_kernels.codes_kernel import middle_of
 from shard_worker.cpu_kernels.codes_products import CodesProduct, Share, multiply_each
+from shard_worker.cpu_kernels.unpacking import unpack
 from shard_worker.weights.weight import Weight, multiplied_dtype, rows_at_a_time
 from shard_worker.weights.whole_codes import WholeCodes, group_of
 
 _LEAST_GROUP = 16
 """The fewest columns that have one scale and offset, where `group_of` knows no more."""
 
-UNPACKED_FROM = 64
+UNPACKED_FROM = 128
 """From so many rows of activations on, unpacking some of the matrix at a time and multiplying by that is faster."""
 
 
 class CpuCodesWeight(Weight):
     """A matrix on the CPU for bfloat16 activations, in codes of 4 or 8 bits."""
 
-    __slots__ = ("_codes", "_middle", "_numbers", "columns", "device", "dtype", "product", "rows")
+    __slots__ = ("_codes", "_numbers", "columns", "device", "dtype", "product", "rows")
 
     def __init__(self, packed: WholeCodes) -> None:
         """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16, which
@@ -33,24 +34,20 @@ class CpuCodesWeight(Weight):
         self.dtype, self.device = packed.dtype, packed.device
         group, bits = _group(packed), packed.unsigned_bits
         assert bits is not None
-        self._middle = middle_of(bits)
         self._codes = torch.empty(self.rows, self.columns * bits // 8, dtype=torch.uint8)
         self._numbers = torch.empty(self.rows, self.columns // group, 2, dtype=torch.bfloat16)
         for some in self._parts():
             part = packed.part(some)
             self._codes[some] = part.unsigned()
             scales, offsets = part.unsigned_numbers(group)
-            self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=self._middle)], 2)
+            self._numbers[some] = torch.stack([scales, offsets.add_(scales, alpha=middle_of(bits))], 2)
         self.product = CodesProduct(self._codes, self._numbers, self.columns)
         """What multiplies rows by it."""
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:
-        """Return whether a packed matrix can be held so, and this CPU has nothing faster.
-
-        Where it multiplies 16-bit floats, torch's product of 4 bits is as fast, and one of 8 bits is two of those; what
-        torch has no product of is unpacked there, which a block of a draft's rows is multiplied faster by.
-        """
+        """Return whether a packed matrix can be held so, and this CPU has nothing faster: what multiplies 16-bit floats
+        and no pairs of whole numbers may have."""
         return (
             packed.device.type == "cpu"
             and packed.dtype is torch.bfloat16
@@ -58,10 +55,7 @@ class CpuCodesWeight(Weight):
             and packed.rows % CPU_ROWS_MULTIPLE == 0
             and _group(packed) > 0
             and CodesProduct.takes(packed.rows, packed.columns, packed.unsigned_bits, _group(packed))
-            and (
-                multiplied_dtype(packed.dtype, packed.device) is not packed.dtype
-                or (packed.unsigned_bits == 8 and group_of(packed) > 0 and native.multiplies_pairs())
-            )
+            and (native.multiplies_pairs() or multiplied_dtype(packed.dtype, packed.device) is not packed.dtype)
         )
 
     @property
@@ -84,7 +78,8 @@ class CpuCodesWeight(Weight):
         product = torch.empty(len(x), self.rows, dtype=self.dtype)
         for some in self._parts():
             own_bias = None if added is None else added[some]
-            product[:, some] = F.linear(activations, self._elements(some).to(wide), own_bias)
+            elements = unpack(self._codes[some], self._numbers[some], self.columns, wide)
+            product[:, some] = F.linear(activations, elements, own_bias)
         return product
 
     def select_rows(self, rows: slice | torch.Tensor) -> Weight:
@@ -97,16 +92,6 @@ class CpuCodesWeight(Weight):
         """Return runs of rows that are brought to another form at a time."""
         step = rows_at_a_time(self.columns, self.device)
         return [slice(first, min(first + step, self.rows)) for first in range(0, self.rows, step)]
-
-    def _elements(self, rows: slice) -> torch.Tensor:
-        """Return some rows, float32 [n, columns]."""
-        codes, numbers = self._codes[rows], self._numbers[rows].float()
-        count, groups, _ = numbers.shape
-        if codes.shape[1] < self.columns:
-            runs = codes.view(count, -1, RUN)
-            codes = torch.stack([runs & 15, runs >> 4], 2)
-        scales, offsets = numbers.unsqueeze(2).unbind(3)
-        return torch.addcmul(offsets, codes.view(count, groups, -1).float().sub_(self._middle), scales).flatten(1)
 
 
 def matmul_each(

@@ -17,7 +17,7 @@ from services.model.config import LayerKind
 from services.model.quantization import Quantization, QuantizedTo
 from services.model.random_weights import KEY, PACKING
 from shard_worker.cache.attention_cache import AttentionCache
-from shard_worker.cpu_kernels import attention, native
+from shard_worker.cpu_kernels import native
 from shard_worker.device.devices import parse_devices
 from shard_worker.model.features import Features
 from shard_worker.model.layer_program import LayerProgram
@@ -76,10 +76,10 @@ COUNTS = [(1,), (9,), (1, 1, 1), (4, 1, 9)]
 
 
 @pytest.fixture(autouse=True)
-def old_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that multiplies no 16-bit floats, with three threads for any matrix."""
-    for module in (native, attention):
-        monkeypatch.setattr(module, "multiplies", lambda dtype: False)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three threads for any matrix, and a CPU on which codes stay codes."""
+    if not native.multiplies_pairs():
+        monkeypatch.setattr(native, "multiplies", lambda dtype: False)
     monkeypatch.setattr(native, "_LEAST_SHARE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
@@ -198,12 +198,12 @@ def test_a_step_without_memory_leaves_nothing_behind(tmp_path: Path, monkeypatch
 
 def test_which_layers_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None where no matrix is in codes, or a layer is taken in no part: windows that are too short beside a mixture, or
-    a CPU that multiplies 16-bit floats itself."""
+    a CPU that multiplies 16-bit floats and no pairs of whole numbers."""
     for name in MODELS:
         assert stage_of(tmp_path, name).segments[0].program is not None
     for base, change in (("window", {PACKING: None}), ("experts", SLIDING | {"sliding_window": 7})):
         monkeypatch.setitem(MODELS, "changed", {key: value for key, value in (MODELS[base] | change).items() if value})
         assert stage_of(tmp_path, "changed").segments[0].program is None
-    for module in (native, attention):
-        monkeypatch.setattr(module, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(native, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(native, "multiplies_pairs", lambda: False)
     assert stage_of(tmp_path, "experts").segments[0].program is None
