@@ -78,9 +78,10 @@ def test_a_worker_starts_without_a_compiler() -> None:
     ("told", "policy"), [(None, "PASSIVE"), pytest.param("active", "ACTIVE", marks=pytest.mark.slow)]
 )
 def test_threads_wait_asleep_unless_told_otherwise(told: str | None, policy: str) -> None:
-    """OpenMP itself says so: torch's threads must not look for work on cores that others need."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    environment |= {"OMP_DISPLAY_ENV": "true"} | ({} if told is None else {"OMP_WAIT_POLICY": told})
+    """OpenMP itself says so: torch's threads must not look for work for long on cores that others need."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({} if told is None else {"OMP_WAIT_POLICY": told})
     command = [sys.executable, "-m", "shard_worker", "--list-devices"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+    assert ("GOMP_SPINCOUNT = '300'" in done.stderr) is (told is None)
