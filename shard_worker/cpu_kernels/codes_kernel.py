@@ -8,6 +8,8 @@ same in any order.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shard_worker.cpu_kernels import native
@@ -38,6 +40,9 @@ as they lie in memory: they are read up to twice as fast so as several rows at a
 _WIDTHS = (4, 2, 1)
 """By how many rows of activations codes are multiplied at a time that have been widened in memory, for more rows."""
 
+_RUNS = 8
+"""In how many runs each thread's share of a matrix's blocks is taken."""
+
 _CACHE_LINE = 64
 """How many bytes are brought into the caches at a time."""
 
@@ -65,19 +70,28 @@ def rounded_row(columns: int, groups: int) -> int:
     return 2 * columns + 4 * (groups + -(-columns // SPAN))
 
 
+def scratch_size(rounded_row: int, rows: int) -> int:
+    """Return how many bytes of memory the kernel needs for so many rows of activations, each as `rounded_row` says.
+
+    They are 0 before the first call, and may be used for any other one that does not run at the same time.
+    """
+    return _CACHE_LINE + rounded_row * rows
+
+
 def codes_module(bits: int, run: int, name: str) -> ir.Module:
-    """Return the module with the kernel, by which each thread rounds some rows of activations, and then multiplies all
-    of them by its share of a matrix's rows, or runs of them by those of a matrix each.
+    """Return the module with the kernel, by which threads round rows of activations, and then multiply all of them by a
+    matrix, or runs of them by a matrix each. They take blocks of the matrices' rows as they come to them, since one
+    thread may be slower than another.
 
     An element of a matrix is `scale * (code - middle) + offset`, with one scale and offset for some neighbouring
     columns of a row, a power of two from 16 on. Codes are whole numbers from 0 on, in bytes, or two in a byte as `RUN`
     says. bits: of a code, 4 or 8. run: how many columns have one scale and offset at least, up to `LARGEST_RUN`.
 
-    The kernel's arguments: the addresses of the activations, of memory for their rounded rows, each as `rounded_row`
-    says, and of the product; how many rows and columns each matrix has, how many bytes lie from one of its rows to the
-    next, and how many groups a row has; the logarithm to the base 2 of a group's columns; how many bytes a rounded row
-    takes; how many rows of activations there are; how many elements lie from one row of the product to the next; and
-    how many matrices there are. Behind them of each matrix: its address, that of its scales and offsets, and that of
+    The kernel's arguments: the addresses of the activations, of memory as `scratch_size` says, and of the product; how
+    many rows and columns each matrix has, how many bytes lie from one of its rows to the next, and how many groups a
+    row has; the logarithm to the base 2 of a group's columns; how many bytes a rounded row takes; how many rows of
+    activations there are; how many elements lie from one row of the product to the next; and how many matrices there
+    are. Behind them of each matrix: its address, that of its scales and offsets, and that of
     its bias or 0; which row of activations is the first that is multiplied by it, and how many are. Scales and offsets
     are pairs of bfloat16. Activations, the product and biases are bfloat16, activations and biases without gaps.
     """
@@ -97,15 +111,27 @@ class _CodesWriter(KernelWriter):
 
     def module(self, name: str) -> ir.Module:
         """Return the module, as `codes_module` does."""
-        builder, (activations, rounded, product), others = self._kernel(name, 3, 9)
+        builder, (activations, scratch, product), others = self._kernel(name, 3, 9)
         rows, columns, stride, groups, shift, length, count, distance, matrices = others
         widened = builder.alloca(self._half, builder.mul(columns, self._index(self._height)))
-        widened.align = 64
-        builder.call(self._rounding(), [activations, rounded, columns, groups, shift, length, count])
-        # Other threads' rows are multiplied, too.
-        builder.call(self._declared(THREADS_BARRIER, self._ir.VoidType(), []), [])
+        widened.align = _CACHE_LINE
+        own_row = builder.alloca(self._byte, length)
+        own_row.align = _CACHE_LINE
+        thread, threads = self._threads(builder)
+        rounding, rounds = self._rounding(), [columns, groups, shift, length, count]
+        is_one = builder.icmp_signed("==", count, self._index(1))
+        together = self._at(builder, scratch, self._index(_CACHE_LINE), self._byte)
+        with builder.if_else(is_one) as (alone, otherwise):
+            with alone:
+                # To round one row takes less time than to wait for the thread that does.
+                builder.call(rounding, [activations, own_row, *rounds, self._index(0), self._index(1)])
+            with otherwise:
+                builder.call(rounding, [activations, together, *rounds, thread, threads])
+                # Other threads' rows are multiplied, too.
+                builder.call(self._declared(THREADS_BARRIER, self._ir.VoidType(), []), [])
+        rounded = builder.select(is_one, own_row, together)
         block, behind = self._block(), self._index(3 + 9)
-        with self._loop(builder, self._index(0), matrices, 1) as number:
+        with self._taken(builder, scratch, rows, matrices) as (number, first_block, end_block):
             first = builder.add(behind, builder.mul(number, self._index(5)))
             at = (
                 self._at(builder, builder.function.args[0], builder.add(first, self._index(one)), self._index)
@@ -115,7 +141,10 @@ class _CodesWriter(KernelWriter):
             matrix, numbers, bias = (builder.inttoptr(address, self._pointer) for address in addresses)
             own_rounded = self._at(builder, rounded, builder.mul(begin, length), self._byte)
             own_product = self._at(builder, product, builder.mul(begin, distance), self._half)
-            with self._blocks(builder, rows) as row:
+            last = builder.sub(rows, self._index(BLOCK))
+            with self._loop(builder, first_block, end_block, 1) as number_of_block:
+                # The last block reaches back into the one before it: those rows come out the same again.
+                row = self._least(builder, builder.mul(number_of_block, self._index(BLOCK)), last)
                 own = self._at(builder, matrix, builder.mul(row, stride), self._byte)
                 of_own = self._at(builder, numbers, builder.mul(row, groups), self._word)
                 to = self._at(builder, own_product, row, self._half)
@@ -125,18 +154,47 @@ class _CodesWriter(KernelWriter):
         builder.ret_void()
         return self._module
 
+    @contextlib.contextmanager
+    def _taken(self, builder: ir.IRBuilder, taken: Any, rows: Any, matrices: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Write what is done for every run of blocks that the thread takes: by the number of the matrix, and by the
+        run's first block and its end.
+
+        taken: the address of how many runs of all matrices are taken, int64, 0 before and behind.
+        """
+        _, threads = self._threads(builder)
+        one = self._index(1)
+        blocks = builder.sdiv(builder.add(rows, self._index(BLOCK - 1)), self._index(BLOCK))
+        length = builder.sdiv(blocks, builder.mul(threads, self._index(_RUNS)))
+        length = builder.select(builder.icmp_signed("<", length, one), one, length)
+        of_matrix = builder.sdiv(builder.add(blocks, builder.sub(length, one)), length)
+        count = builder.mul(of_matrix, matrices)
+        head, body, done = (builder.append_basic_block() for _ in range(3))
+        builder.branch(head)
+        builder.position_at_end(head)
+        run = builder.atomic_rmw("add", taken, one, "monotonic")
+        builder.cbranch(builder.icmp_signed("<", run, count), body, done)
+        builder.position_at_end(body)
+        first = builder.mul(builder.srem(run, of_matrix), length)
+        yield builder.sdiv(run, of_matrix), first, self._least(builder, builder.add(first, length), blocks)
+        builder.branch(head)
+        builder.position_at_end(done)
+        # Every thread finds once that there are no more; the last one of them is the last that looks.
+        is_last = builder.icmp_signed("==", run, builder.add(count, builder.sub(threads, one)))
+        with builder.if_then(is_last):
+            builder.atomic_rmw("xchg", taken, self._index(0), "monotonic")
+
     # --- rounding
     def _rounding(self) -> ir.Function:
-        """Return the function that rounds the thread's rows of activations.
+        """Return the function that rounds rows of activations.
 
         Its arguments: where activations begin, and where rounded rows do; how many columns a row has, how many groups,
-        and the logarithm of a group's columns; how many bytes a rounded row takes; and how many rows there are.
+        and the logarithm of a group's columns; how many bytes a rounded row takes; how many rows there are; and which
+        of them is the first, and how far the next one is from it.
         """
-        function = self._function("round_rows", [self._pointer] * 2 + [self._index] * 5)
-        activations, rounded, columns, groups, shift, length, count = function.args
+        function = self._function("round_rows", [self._pointer] * 2 + [self._index] * 7)
+        activations, rounded, columns, groups, shift, length, count, first_row, distance = function.args
         builder = self._ir.IRBuilder(function.append_basic_block())
-        thread, threads = self._threads(builder)
-        with self._loop(builder, thread, count, threads) as row:
+        with self._loop(builder, first_row, count, distance) as row:
             own = self._at(builder, activations, builder.mul(row, columns), self._half)
             numbers = self._at(builder, rounded, builder.mul(row, length), self._byte)
             sums, ones = self._behind(builder, numbers, columns, groups)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shard_worker.cpu_kernels.codes_kernel import LARGEST_RUN, codes_module, rounded_row, step_of
+from shard_worker.cpu_kernels.codes_kernel import LARGEST_RUN, codes_module, rounded_row, scratch_size, step_of
 from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import Call, NativeFunction, is_available, threads_for
 
@@ -39,7 +39,7 @@ class CodesProduct:
         self._codes, self._numbers, self.columns = codes, numbers, columns
         self.rows, groups, _ = numbers.shape
         self.rounded_row = rounded_row(columns, groups)
-        """Bytes that a row of activations takes while it is multiplied."""
+        """Bytes that a row of activations takes while it is multiplied, as `scratch_size` asks."""
         shift = (columns // groups).bit_length() - 1
         self._addresses = codes.data_ptr(), numbers.data_ptr()
         self.sizes = self.rows, columns, codes.shape[1], groups, shift, self.rounded_row
@@ -54,19 +54,19 @@ class CodesProduct:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [n, columns], bfloat16, times the transposed matrix, plus bias [rows]: [n, rows]."""
         x, count = x.contiguous(), x.shape[0]
-        rounded = torch.empty(count, self.rounded_row, dtype=torch.uint8)
+        scratch = torch.zeros(scratch_size(self.rounded_row, count), dtype=torch.uint8)
         product = torch.empty(count, self.rows, dtype=torch.bfloat16)
         added = None if bias is None else bias.to(torch.bfloat16).contiguous()
-        self.call(x, added, rounded, product).run()
+        self.call(x, added, scratch, product).run()
         return product
 
-    def call(self, x: torch.Tensor, bias: torch.Tensor | None, rounded: torch.Tensor, product: torch.Tensor) -> Call:
+    def call(self, x: torch.Tensor, bias: torch.Tensor | None, scratch: torch.Tensor, product: torch.Tensor) -> Call:
         """Return the call that does what `multiply` does.
 
-        x, bias: bfloat16 without gaps. rounded: memory for rounded activations, n times `rounded_row` bytes at least.
-        product: where it goes, bfloat16 [n, rows], whose rows may lie apart.
+        x, bias: bfloat16 without gaps. scratch: memory as `scratch_size` says, uint8. product: where it goes, bfloat16
+        [n, rows], whose rows may lie apart.
         """
-        return call_of_each([(self, bias, x.shape[0])], x, rounded, product)
+        return call_of_each([(self, bias, x.shape[0])], x, scratch, product)
 
     def is_like(self, other: CodesProduct) -> bool:
         """Return whether one call can multiply by both matrices."""
@@ -86,19 +86,19 @@ def multiply_each(shares: Sequence[Share], x: torch.Tensor) -> torch.Tensor:
     """Return rows x [n, columns], bfloat16, times matrices that are alike: of each some rows, behind those of the one
     before it, as `CodesProduct.multiply` multiplies them; [n, rows]."""
     x, (first, _, _) = x.contiguous(), shares[0]
-    rounded = torch.empty(x.shape[0], first.rounded_row, dtype=torch.uint8)
+    scratch = torch.zeros(scratch_size(first.rounded_row, x.shape[0]), dtype=torch.uint8)
     product = torch.empty(x.shape[0], first.rows, dtype=torch.bfloat16)
-    call_of_each(shares, x, rounded, product).run()
+    call_of_each(shares, x, scratch, product).run()
     return product
 
 
-def call_of_each(shares: Sequence[Share], x: torch.Tensor, rounded: torch.Tensor, product: torch.Tensor) -> Call:
-    """Return the call that does what `multiply_each` does. rounded, product: as of `CodesProduct.call`."""
+def call_of_each(shares: Sequence[Share], x: torch.Tensor, scratch: torch.Tensor, product: torch.Tensor) -> Call:
+    """Return the call that does what `multiply_each` does. scratch, product: as of `CodesProduct.call`."""
     one, parts, begin = shares[0][0], [], 0
     for matrix, bias, count in shares:
         parts.append(matrix.arguments(bias, begin, count))
         begin += count
-    addresses = x.data_ptr(), rounded.data_ptr(), product.data_ptr()
+    addresses = x.data_ptr(), scratch.data_ptr(), product.data_ptr()
     numbers = *one.sizes, x.shape[0], product.stride(0), len(shares)
     return Call(
         one.kernel, b"".join((_ARGUMENTS.pack(*addresses, *numbers), *parts)), threads_for(one.rows * one.columns)

@@ -12,6 +12,7 @@ import torch
 from services.model.config import Activation, ModelConfig
 from services.model.rope import Rope
 from shard_worker.cpu_kernels import attention, elementwise, heads, native, norm
+from shard_worker.cpu_kernels.codes_kernel import scratch_size
 from shard_worker.cpu_kernels.codes_products import CodesProduct
 from shard_worker.cpu_kernels.kernel_writer import BLOCK
 from shard_worker.cpu_kernels.native import Call
@@ -63,14 +64,14 @@ class _Matrix:
 
     @property
     def rounded_row(self) -> int:
-        """The most bytes that a row of activations takes while it is multiplied."""
+        """The most bytes that a row of activations takes while it is multiplied, as `scratch_size` asks."""
         return max(product.rounded_row for product, _ in self.parts)
 
-    def calls(self, x: torch.Tensor, rounded: torch.Tensor, product: torch.Tensor) -> Iterator[Call]:
-        """Yield the calls that multiply rows x [n, columns] by it: product [n, rows]. rounded: as of `CodesProduct`."""
+    def calls(self, x: torch.Tensor, scratch: torch.Tensor, product: torch.Tensor) -> Iterator[Call]:
+        """Yield the calls that multiply rows x [n, columns] by it: product [n, rows]. scratch: as of `CodesProduct`."""
         first = 0
         for part, bias in self.parts:
-            yield part.call(x, bias, rounded, product[:, first : first + part.rows])
+            yield part.call(x, bias, scratch, product[:, first : first + part.rows])
             first += part.rows
 
 
@@ -192,8 +193,8 @@ class _Step:
         attentions = [layer.attention for layer in layers if layer.attention is not None]
         swiglus = [layer.swiglu for layer in layers if layer.swiglu is not None]
 
-        def memory(sizes: Iterable[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.empty(count * max(sizes, default=0), dtype=dtype)
+        def memory(sizes: Iterable[int]) -> torch.Tensor:
+            return torch.empty(count * max(sizes, default=0), dtype=torch.bfloat16)
 
         self._normed, self._between, self._made, *turns = (
             torch.empty(count, config.hidden_size, dtype=torch.bfloat16) for _ in range(5)
@@ -204,7 +205,8 @@ class _Step:
         self._gated = memory(one.down.columns for one in swiglus)
         matrices = [matrix for one in attentions for matrix in (one.qkv, one.out)]
         matrices += [matrix for one in swiglus for matrix in (one.gate_up, one.down)]
-        self._rounded = memory((one.rounded_row for one in matrices), torch.uint8)
+        rounded_row = max((one.rounded_row for one in matrices), default=0)
+        self._scratch = torch.zeros(scratch_size(rounded_row, count), dtype=torch.uint8)
         self._scores = torch.empty(0)
         # What a layer is given and what it makes are two tensors. What captured layers make stays to the end.
         self._streams = [turns[0]]
@@ -261,10 +263,10 @@ class _Step:
             calls.append(norm.norm_call(given, weights.input_norm, eps, self._normed))
             if layer.attention is not None:
                 qkv, out = layer.attention.qkv, layer.attention.out
-                calls.extend(qkv.calls(self._normed, self._rounded, self._of_rows(self._qkv, qkv.rows)))
+                calls.extend(qkv.calls(self._normed, self._scratch, self._of_rows(self._qkv, qkv.rows)))
                 waiting[index] = len(calls)
                 calls.extend(self._session_calls(index, sessions, tables))
-                calls.extend(out.calls(self._of_rows(self._mixed, out.columns), self._rounded, self._made))
+                calls.extend(out.calls(self._of_rows(self._mixed, out.columns), self._scratch, self._made))
             else:
                 end_program()
                 mixer = decoder.mixer_of(weights.kind.mixer)
@@ -276,9 +278,9 @@ class _Step:
             if layer.swiglu is not None:
                 first, second = layer.swiglu.gate_up, layer.swiglu.down
                 gate_up, gated = self._of_rows(self._gate_up, first.rows), self._of_rows(self._gated, second.columns)
-                calls.extend(first.calls(self._normed, self._rounded, gate_up))
+                calls.extend(first.calls(self._normed, self._scratch, gate_up))
                 calls.append(elementwise.swiglu_call(gate_up, gated))
-                calls.extend(second.calls(gated, self._rounded, self._made))
+                calls.extend(second.calls(gated, self._scratch, self._made))
             else:
                 end_program()
                 run = decoder.feed_forward_of(weights.feed_forward).run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shard_worker.cpu_kernels import codes_products, native
-from shard_worker.cpu_kernels.codes_kernel import RUN
+from shard_worker.cpu_kernels.codes_kernel import RUN, scratch_size
 from shard_worker.cpu_kernels.codes_products import CodesProduct, multiply_each
 from tests.combinations import covering
 
@@ -92,8 +92,8 @@ def test_a_product_beside_others(threads: int) -> None:
     torch.manual_seed(5)
     product = CodesProduct(codes_of(24, 64, 4)[0], torch.randn(24, 1, 2).bfloat16(), 64)
     x, whole = torch.randn(3, 64).bfloat16(), torch.full((3, 50), 7.0).bfloat16()
-    rounded = torch.empty(3 * product.rounded_row, dtype=torch.uint8)
-    product.call(x, None, rounded, whole[:, 10:34]).run()
+    scratch = torch.zeros(scratch_size(product.rounded_row, 3), dtype=torch.uint8)
+    product.call(x, None, scratch, whole[:, 10:34]).run()
     assert torch.equal(whole[:, 10:34], product.multiply(x))
     assert torch.equal(whole[:, :10], torch.full((3, 10), 7.0).bfloat16())
     assert torch.equal(whole[:, 34:], torch.full((3, 16), 7.0).bfloat16())
