@@ -39,7 +39,7 @@ BROKEN_EXIT, BROKEN_S = 3, 0.5
 """Exit status of a worker whose GPU is broken, and how long the answer that says so has to leave."""
 
 _LOOKS_BEFORE_SLEEP = "300"
-"""How often a thread of OpenMP that waits looks for the others: 5 to 12 microseconds, by CPU."""
+"""How often a thread of OpenMP that waits looks for the others before it sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +283,8 @@ def _prepare_engine() -> None:
 
     By default a thread of OpenMP that waits for the others looks again and again for some milliseconds. Where cores are
     busy it does so while one of the others waits for a core, at every layer: two threads then compute a tenth of what
-    one computes. So it looks for some microseconds, as long as it takes to wake it, and then sleeps.
-    OMP_WAIT_POLICY=active in the environment is for hosts that have no other work. Raises FailedPrecondition for what
-    is not installed.
+    one computes. So it looks for some microseconds, and then sleeps. OMP_WAIT_POLICY=active in the environment is for
+    hosts that have no other work. Raises FailedPrecondition for what is not installed.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -91,9 +91,9 @@ def codes_module(bits: int, run: int, name: str) -> ir.Module:
     many rows and columns each matrix has, how many bytes lie from one of its rows to the next, and how many groups a
     row has; the logarithm to the base 2 of a group's columns; how many bytes a rounded row takes; how many rows of
     activations there are; how many elements lie from one row of the product to the next; and how many matrices there
-    are. Behind them of each matrix: its address, that of its scales and offsets, and that of
-    its bias or 0; which row of activations is the first that is multiplied by it, and how many are. Scales and offsets
-    are pairs of bfloat16. Activations, the product and biases are bfloat16, activations and biases without gaps.
+    are. Behind them of each matrix: its address, that of its scales and offsets, and that of its bias or 0; which row
+    of activations is the first that is multiplied by it, and how many are. Scales and offsets are pairs of bfloat16.
+    Activations, the product and biases are bfloat16, activations and biases without gaps.
     """
     return _CodesWriter(bits, run).module(name)
 
